@@ -1,0 +1,284 @@
+"""THE TOML schema: every setting, its unit, its bounds and what it means.
+
+A configuration is read once, checked as a whole (all problems at once, each with the
+nearest known key), resolved, written to the run folder, and never changed afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from echo2.types import Sampling
+
+Price = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+PositiveSeconds = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]
+NonNegativeSeconds = Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
+Positive = Annotated[int, Field(ge=1, le=2**31)]
+NonNegative = Annotated[int, Field(ge=0, le=2**31)]
+
+
+class Table(BaseModel):
+    """One TOML table: unknown keys are errors, values are fixed once read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class RunTable(Table):
+    name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")] = "run"
+    """Name of the run; its folder is `dir`/`name` unless --run-dir says otherwise."""
+    dir: str = "runs"
+    """Folder that holds run folders."""
+    seed: NonNegative = 0
+    """Seed of sampling, of the data order and of the learner."""
+    restarts_max: NonNegative = 3
+    """`echo2 run` starts a learner or a local worker that died again, so often each."""
+    no_worker_timeout_s: PositiveSeconds = 300.0
+    """The run ends with an error when no worker was ready for so long while work waited."""
+    learner_timeout_s: PositiveSeconds = 600.0
+    """The coordinator ends with an error when no learner was connected for so long."""
+
+
+class ModelTable(Table):
+    path: str = "builtin:addition-1m"
+    """Hugging Face folder of the policy, or "builtin:NAME" for one that is shipped."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which weights are published and sampled."""
+
+
+class EnvironmentTable(Table):
+    name: str = "addition"
+    """A built-in name, a registered entry point, or "package.module:Class" of yours."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Given to the environment's constructor as keyword arguments."""
+    processes: Positive = 1
+    """Processes per worker that run environments and rewards."""
+    hang_timeout_s: PositiveSeconds = 30.0
+    """Environment code that blocks so long is killed; its group fails."""
+    rollout_timeout_s: PositiveSeconds = 600.0
+    """A group whose environment takes longer than this in all fails."""
+
+
+class SamplingTable(Table):
+    temperature: Annotated[float, Field(gt=0, le=100)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    max_tokens: Positive = 16
+    """Most tokens that the policy samples in one turn."""
+
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_p, self.max_tokens)
+
+
+class StalenessTable(Table):
+    max: Annotated[int, Field(ge=0, le=1000)] = 2
+    """S: most learner steps between the version that sampled a token and the version at
+    which it is trained. 0 is synchronous."""
+    late: Literal["wait", "drop", "mask"] = "wait"
+    """What happens to a group that would miss the window: the batch waits for it, it is
+    dropped, or its tokens outside the window leave the loss (needs on_update "continue")."""
+    period: Annotated[int, Field(ge=1, le=1001)] = 1
+    """κ: learner steps from one published version to the next, at most S + 1."""
+    mask_min_tokens: Positive = 1
+    """With late = "mask": fewer tokens than this inside the window, and the group expires."""
+
+
+class DispatchTable(Table):
+    group_size: Annotated[int, Field(ge=1, le=1024)] = 8
+    """G: trajectories per group (per prompt)."""
+    lead_steps: Annotated[float, Field(ge=0, le=1000)] | None = None
+    """How many steps ahead of the next batch workers sample; by default just enough to
+    hide T_bcast and the group latency, at most S."""
+    attempts_max: Annotated[int, Field(ge=1, le=1000)] = 3
+    """Leases that a group may use up before it ends as failed."""
+    stall_s: PositiveSeconds = 60.0
+    """A lease without a new token for so long is revoked and leased again."""
+    lease_max_s: PositiveSeconds = 3600.0
+    """A lease is revoked after this at the latest."""
+    tasks_ahead: Positive = 4
+    """Tasks held ready, in batches."""
+    tasks_bytes_max: Positive = 256 << 20
+    """Most bytes of task payloads held."""
+
+
+class HeartbeatTable(Table):
+    interval_s: PositiveSeconds = 1.0
+    """Workers and learner report so often."""
+    suspect_s: PositiveSeconds = 5.0
+    """Silent for so long: no new leases."""
+    gone_s: PositiveSeconds = 15.0
+    """Silent for so long: its leases are given to others."""
+
+
+class LossTable(Table):
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
+    clip_high: Annotated[float, Field(ge=0, le=100)] = 0.2
+    """PPO clip of the ratio to the learner's own logprobs at the start of the step:
+    [1 - clip_low, 1 + clip_high] (papers, Appendix D, eq. 25)."""
+    importance_cap: Annotated[float, Field(gt=0, le=1e6)] = 2.0
+    """C of eq. 24: truncated importance sampling against the behaviour logprobs."""
+    kl_coefficient: Annotated[float, Field(ge=0, le=100)] = 0.0
+    """β of eq. 25: KL to the reference (the first version); 0 needs no reference model."""
+    aggregate: Literal["trajectory_mean", "token_mean"] = "trajectory_mean"
+    """Mean per trajectory first (eq. 25), or over all tokens of the batch."""
+    advantage_epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-6
+    """ε of eq. 21."""
+
+
+class LearnerTable(Table):
+    steps: Positive = 100
+    """Learner steps of the whole run."""
+    groups_per_step: Annotated[int, Field(ge=1, le=65536)] = 32
+    """R: groups that one learner step consumes."""
+    learning_rate: Annotated[float, Field(gt=0, le=10)] = 2e-4
+    warmup_steps: NonNegative = 0
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.0
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    grad_norm_max: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    updates_per_step: Annotated[int, Field(ge=1, le=64)] = 1
+    """Optimizer updates per learner step, over disjoint parts of the batch (paper: two)."""
+    micro_batch_tokens: Positive = 16384
+    """Padded tokens of one forward and backward; gradients are accumulated."""
+    filter_zero_variance: bool = False
+    """Groups whose rewards are all equal end as filtered and do not count towards R."""
+    partial_batch: Literal["train", "drop"] = "train"
+    """The last, smaller batch of a data set: trained or dropped."""
+    logprob_check_every_steps: Positive = 2
+    """Recompute behaviour logprobs with the very version that sampled them, so often."""
+    logprob_check_tokens: Positive = 1024
+    """Tokens recomputed at each check."""
+    threads: NonNegative = 0
+    """Torch threads; 0 leaves torch's default."""
+    device: str = "auto"
+    """"auto", "cpu", "cuda" or a torch device string."""
+    loss: LossTable = LossTable()
+
+
+class CheckpointTable(Table):
+    every_steps: Positive = 50
+    """A checkpoint after so many steps, and one at the end."""
+    keep: Positive = 2
+    """Complete checkpoints kept; the only one is never deleted."""
+
+
+class EvalTable(Table):
+    every_steps: NonNegative = 0
+    """An eval at step 0, every so many steps, and after the last; 0: none."""
+    num_tasks: Positive = 256
+    """Held-out tasks per eval."""
+    group_size: Annotated[int, Field(ge=1, le=1024)] = 1
+    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
+    hold_s: NonNegativeSeconds = 30.0
+    """A worker may put off its next install for so long to finish an eval."""
+    timeout_s: PositiveSeconds = 300.0
+    """The first and the last eval, for which the learner waits, end after this."""
+
+
+class TransformersTable(Table):
+    threads: NonNegative = 1
+    """Torch threads of the engine process."""
+    sequences_max: Positive = 256
+    """Sequences generated in one batch."""
+    device: str = "auto"
+
+
+class NullTable(Table):
+    """The engine without a model, for load and capacity tests."""
+
+    tokens_per_s: Annotated[float, Field(gt=0, le=1e9)] = 1000.0
+    """Rate of one slot."""
+    tokens_mean: Annotated[float, Field(gt=0, le=1e6)] = 100.0
+    tokens_cv: Annotated[float, Field(ge=0, le=10)] = 0.0
+    """Coefficient of variation of a group's length (gamma distributed)."""
+    install_s: NonNegativeSeconds = 0.0
+    """Time that an install takes."""
+
+
+class WorkerTable(Table):
+    name: Annotated[str, Field(pattern=r"^[\w.-]{0,64}$")] = ""
+    """Name in logs and records; made from the host and a number by default."""
+    engine: Literal["transformers", "null", "none"] = "transformers"
+    on_update: Literal["continue", "finish", "abort"] = "continue"
+    """What running generations do when a version is installed."""
+    slots: Annotated[int, Field(ge=1, le=4096)] = 8
+    """Groups in work at once."""
+    price_usd_per_h: Price = 0.0
+    canary_max_diff: Annotated[float, Field(gt=0, le=100)] | None = None
+    """Largest mean |logprob difference| on the probe; by default that of the precision
+    (1e-4 for float32, 2e-2 for bfloat16)."""
+    drain_timeout_s: NonNegativeSeconds = 30.0
+    """After SIGTERM: time to hand over what is finished."""
+    fetch_timeout_s: PositiveSeconds = 600.0
+    store_bytes_max: Positive = Field(default=64 << 30, le=2**50)
+    """Most bytes of the chunk store on the worker's disk."""
+    transformers: TransformersTable = TransformersTable()
+    null: NullTable = NullTable()
+
+
+class WorkersTable(Table):
+    local: NonNegative = 2
+    """Worker daemons that `echo2 run` starts on this machine."""
+
+
+class NetTable(Table):
+    host: str = "127.0.0.1"
+    """Address on which coordinator and origin listen, and which peers are told."""
+    control_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    rollouts_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    origin_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """0: any free port; peers on this machine read it from the run folder."""
+    coordinator: str = ""
+    """"tcp://HOST:PORT" of the control socket, for daemons on other machines."""
+    coordinator_rollouts: str = ""
+    coordinator_key: str = ""
+    """Public CURVE key of the coordinator (40 characters), for daemons elsewhere."""
+    curve: bool = True
+    """Encrypt and authenticate every socket; false only on loopback."""
+    keys_dir: str = ""
+    """Folder of keys and of the allow-list; by default RUN_DIR/keys."""
+    connect_timeout_s: PositiveSeconds = 120.0
+    """A daemon that cannot reach the coordinator for so long ends with an error."""
+    rollout_bytes_in_flight: Positive = 256 << 20
+    """Unacknowledged bytes of results that one peer may have under way."""
+
+
+class HttpTable(Table):
+    enabled: bool = True
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    token: str = ""
+    """Bearer token; required when the host is not loopback."""
+
+
+class CostTable(Table):
+    learner_usd_per_h: Price = 0.0
+    budget_usd: Annotated[float, Field(ge=0)] = 0.0
+    """The run ends cleanly when this is spent; 0: no limit."""
+
+
+class LogTable(Table):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["console", "json"] = "console"
+
+
+class Config(Table):
+    """A whole run."""
+
+    run: RunTable = RunTable()
+    model: ModelTable = ModelTable()
+    environment: EnvironmentTable = EnvironmentTable()
+    sampling: SamplingTable = SamplingTable()
+    staleness: StalenessTable = StalenessTable()
+    dispatch: DispatchTable = DispatchTable()
+    heartbeat: HeartbeatTable = HeartbeatTable()
+    learner: LearnerTable = LearnerTable()
+    checkpoint: CheckpointTable = CheckpointTable()
+    eval: EvalTable = EvalTable()
+    worker: WorkerTable = WorkerTable()
+    workers: WorkersTable = WorkersTable()
+    net: NetTable = NetTable()
+    http: HttpTable = HttpTable()
+    cost: CostTable = CostTable()
+    log: LogTable = LogTable()

@@ -1,0 +1,566 @@
+"""THE protocol: every message between coordinator, learner, workers and origin.
+
+A message is a frozen dataclass, validated when it is made and again when it is received.
+`echo2.wire` turns it into frames: a MessagePack header, then one raw frame for each field
+marked `Frame`, in the order of the class. `docs/protocol.md` is generated from this module.
+
+Lanes never queue behind each other: CONTROL (small, latency matters), ROLLOUTS (groups, up
+to megabytes), CHUNKS (weights).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass as _stdlib_dataclass
+from dataclasses import fields
+from typing import Annotated, Any, ClassVar, Final, Literal, get_args, get_origin, get_type_hints
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+from typing_extensions import dataclass_transform
+
+from echo2.types import (
+    GROUP_SIZE_MAX,
+    Count,
+    Digest,
+    Endpoint,
+    Name,
+    Real,
+    Sampling,
+    Seconds,
+    ServerKey,
+    Task,
+    Text,
+    TrajectoryHeader,
+    Version,
+)
+
+PROTOCOL: Final = 1
+HEADER_MAX_BYTES: Final = 4 << 20
+CHUNK_MAX_BYTES: Final = 256 << 10
+GROUP_FRAME_MAX_BYTES: Final = 256 << 20
+MANIFEST_MAX_BYTES: Final = 64 << 20
+LEASES_PER_PEER_MAX: Final = 4096
+
+
+class Lane(enum.StrEnum):
+    CONTROL = "control"
+    ROLLOUTS = "rollouts"
+    CHUNKS = "chunks"
+
+
+class Role(enum.StrEnum):
+    WORKER = "worker"
+    LEARNER = "learner"
+    ORIGIN = "origin"
+    COORDINATOR = "coordinator"
+
+
+@_stdlib_dataclass(frozen=True, slots=True)
+class Frame:
+    """Marks a bytes field that travels as a raw frame of at most `max_bytes`."""
+
+    max_bytes: int
+
+
+MESSAGES: dict[str, type[Message]] = {}
+"""Every message by its name on the wire (the class name)."""
+
+
+class Message:
+    """Base of all messages. Class keywords name lane, sender and receiver."""
+
+    LANE: ClassVar[Lane]
+    SENDERS: ClassVar[frozenset[Role]]
+    RECEIVERS: ClassVar[frozenset[Role]]
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def message(lane: Lane, senders: str, receivers: str) -> Any:
+    """Register a message of `lane`, sent by `senders` to `receivers` (roles, by space)."""
+
+    def register(cls: type) -> type:
+        made = dataclass(
+            frozen=True, kw_only=True, config=ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+        )(cls)
+        made.LANE = lane
+        made.SENDERS = frozenset(Role(role) for role in senders.split())
+        made.RECEIVERS = frozenset(Role(role) for role in receivers.split())
+        MESSAGES[made.__name__] = made
+        return made
+
+    return register
+
+
+def frame_fields(cls: type[Message]) -> tuple[tuple[str, int], ...]:
+    """(field name, largest size in bytes) of each raw frame of a message, in wire order."""
+    hints = get_type_hints(cls, include_extras=True)
+    found = []
+    for field in fields(cls):  # type: ignore[arg-type]
+        hint = hints[field.name]
+        if get_origin(hint) is Annotated:
+            for extra in get_args(hint)[1:]:
+                if isinstance(extra, Frame):
+                    found.append((field.name, extra.max_bytes))
+    return tuple(found)
+
+
+_C, _R, _B = Lane.CONTROL, Lane.ROLLOUTS, Lane.CHUNKS
+TokenFrame = Annotated[bytes, Frame(GROUP_FRAME_MAX_BYTES)]
+SmallFrame = Annotated[bytes, Frame(1 << 20)]
+LeaseKind = Literal["train", "eval"]
+LeaseName = Annotated[str, Field(strict=True, min_length=1, max_length=64)]
+
+# ---------------------------------------------------------------- worker <-> coordinator
+
+
+@message(_C, "worker", "coordinator")
+class WorkerHello(Message):
+    """First message of a worker. Another protocol is refused with both numbers.
+
+    `slots`: groups that it works on at once. `held`: leases that it still works on after a
+    reconnect, reclaimed if they are still alive. `installed`: the version that it serves.
+    """
+
+    protocol: Annotated[int, Field(ge=0, le=2**31)]
+    echo2_version: Text
+    name: Name
+    run_id: Annotated[str, Field(max_length=64)] = ""
+    engine: Name
+    precision: Name
+    on_update: Literal["continue", "finish", "abort"]
+    environment: Text
+    environment_version: Text = ""
+    slots: Annotated[int, Field(ge=1, le=LEASES_PER_PEER_MAX)]
+    price_usd_per_h: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
+    held: Annotated[tuple[LeaseName, ...], Field(max_length=LEASES_PER_PEER_MAX)] = ()
+    installed: Version | None = None
+
+
+@message(_C, "coordinator", "worker")
+class WorkerWelcome(Message):
+    """The hello was accepted. `assets_digest` names the manifest of tokenizer and model
+    configuration at the origin ("" when the engine needs none). `settings` is JSON of the
+    run's [environment] table. `alive` lists the held leases that go on."""
+
+    protocol: Annotated[int, Field(ge=0, le=2**31)]
+    run_id: Annotated[str, Field(max_length=64)]
+    worker: Name
+    heartbeat_interval_s: Seconds
+    silence_max_s: Seconds
+    environment: Text
+    settings: Annotated[str, Field(max_length=1 << 20)] = "{}"
+    assets_digest: Annotated[str, Field(max_length=64)] = ""
+    origin: Endpoint = ""
+    origin_key: ServerKey = ""
+    alive: Annotated[tuple[LeaseName, ...], Field(max_length=LEASES_PER_PEER_MAX)] = ()
+
+
+@message(_C, "coordinator", "worker learner")
+class Refused(Message):
+    """The coordinator will not work with this peer, or not with its last message."""
+
+    reason: Name
+    text: Text
+    fatal: bool
+
+
+@message(_C, "worker", "coordinator")
+class Heartbeat(Message):
+    """Sign of life. `lease_tokens`: tokens sampled so far for each live lease."""
+
+    sequence: Count
+    state: Name
+    lease_tokens: Annotated[dict[LeaseName, Count], Field(max_length=LEASES_PER_PEER_MAX)]
+    tokens_per_s: Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)] = 0.0
+    loop_lag_s: Seconds = 0.0
+
+
+@message(_C, "coordinator", "worker learner")
+class HeartbeatEcho(Message):
+    sequence: Count
+
+
+@message(_C, "coordinator", "worker")
+class VersionAnnounced(Message):
+    """A version was published: fetch its manifest (`manifest_digest`) and chunks from
+    `origin`, install it, and check the probe. The frames are `probe_tokens` int32
+    [num_probes x probe_length] and `probe_logprobs` float32 of the same shape, where
+    column 0 is 0 (the first token is given). Empty when the publisher has no model."""
+
+    version: Version
+    manifest_digest: Digest
+    num_bytes: Count
+    origin: Endpoint
+    origin_key: ServerKey
+    probe_length: Annotated[int, Field(ge=0, le=8192)] = 0
+    probe_tokens: SmallFrame = b""
+    probe_logprobs: SmallFrame = b""
+
+
+@message(_C, "worker", "coordinator")
+class VersionInstalled(Message):
+    """The version serves from now on. `canary_diff`: mean |logprob difference| on the
+    probe; null when there was no probe. Leases follow only after this."""
+
+    version: Version
+    manifest_digest: Digest
+    fetch_s: Seconds
+    install_s: Seconds
+    pause_s: Seconds
+    canary_diff: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] | None = None
+
+
+@message(_C, "worker", "coordinator")
+class InstallFailed(Message):
+    """Fetch, install or canary failed; the version before goes on serving if `serving`."""
+
+    version: Version
+    stage: Literal["fetch", "install", "canary"]
+    text: Text
+    serving: Version | None = None
+
+
+@message(_C, "coordinator", "worker")
+class LeaseGranted(Message):
+    """Generate one group. `version`: what the coordinator believes is installed; an eval
+    is pinned to it (the worker must not flip before its evals end or `hold_s` is over).
+    `revoke_after_s`: the lease is dead this long after it was granted."""
+
+    lease: LeaseName
+    group: LeaseName
+    attempt: Annotated[int, Field(ge=1, le=1000)]
+    kind: LeaseKind
+    version: Version
+    task: Task
+    group_size: Annotated[int, Field(ge=1, le=GROUP_SIZE_MAX)]
+    sampling: Sampling
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)]
+    revoke_after_s: Seconds
+    hold_s: Seconds = 0.0
+
+
+@message(_C, "coordinator", "worker")
+class LeaseRevoked(Message):
+    lease: LeaseName
+    reason: Text
+
+
+@message(_R, "worker", "coordinator")
+class LeaseFailed(Message):
+    """The worker cannot deliver this lease. `stage` says whose fault it is: a task's own
+    (environment, reward) counts against the group, the worker's (engine, draining, lost)
+    only against its attempts."""
+
+    lease: LeaseName
+    group: LeaseName
+    stage: Literal["environment", "engine", "draining", "lost"]
+    text: Text
+
+
+@message(_R, "worker", "coordinator")
+class GroupResult(Message):
+    """A finished group, sent until acknowledged. Frames hold the trajectories one after
+    the other: `token_ids` int32, `logprobs` float32 (0 where the mask is 0), `loss_mask`
+    uint8 (1 where the policy sampled the token)."""
+
+    lease: LeaseName
+    group: LeaseName
+    attempt: Annotated[int, Field(ge=1, le=1000)]
+    trajectories: Annotated[tuple[TrajectoryHeader, ...], Field(min_length=1, max_length=GROUP_SIZE_MAX)]
+    generate_s: Seconds
+    environment_s: Seconds
+    token_ids: TokenFrame
+    logprobs: TokenFrame
+    loss_mask: TokenFrame
+
+    def __post_init__(self) -> None:
+        total = sum(header.length for header in self.trajectories)
+        for name, unit in (("token_ids", 4), ("logprobs", 4), ("loss_mask", 1)):
+            size = len(getattr(self, name))
+            if size != total * unit:
+                raise ValueError(
+                    f"frame {name} has {size} bytes; {total} tokens need {total * unit}"
+                )
+        for header in self.trajectories:
+            end = 0
+            for span in header.spans:
+                if not end <= span.start < span.end <= header.length:
+                    raise ValueError(
+                        f"span [{span.start}, {span.end}) is empty, overlaps the one before it "
+                        f"or leaves a trajectory of {header.length} tokens"
+                    )
+                end = span.end
+
+
+@message(_R, "coordinator", "worker")
+class GroupAcknowledged(Message):
+    """The result is settled (durably) or not wanted; stop sending it."""
+
+    group: LeaseName
+    lease: LeaseName
+    outcome: Literal["accepted", "duplicate", "superseded", "refused"]
+    reason: Text = ""
+
+
+@message(_C, "worker learner", "coordinator")
+class Draining(Message):
+    """No new leases, please: this peer is about to leave."""
+
+    reason: Text
+
+
+@message(_C, "worker learner", "coordinator")
+class Goodbye(Message):
+    """This peer leaves now. A learner says whether the run is `finished`."""
+
+    reason: Text
+    finished: bool = False
+
+
+@message(_C, "coordinator", "worker learner")
+class Shutdown(Message):
+    """The run is over (or the coordinator stops): end cleanly."""
+
+    reason: Text
+    finished: bool
+
+
+# --------------------------------------------------------------- learner <-> coordinator
+
+
+@message(_C, "learner", "coordinator")
+class LearnerHello(Message):
+    """First message of a learner. It resumes at `resume_step` (0: from the start), with
+    weights of `digest` ("" if not known); `checkpoint_steps` are those it keeps.
+    `incarnation` 0 asks for a new one; a reconnect names the one it holds, with
+    `resume_step` the v that it believes in."""
+
+    protocol: Annotated[int, Field(ge=0, le=2**31)]
+    echo2_version: Text
+    name: Name
+    run_id: Annotated[str, Field(max_length=64)] = ""
+    incarnation: Count = 0
+    resume_step: Count
+    digest: Annotated[str, Field(max_length=64)] = ""
+    checkpoint_steps: Annotated[tuple[Count, ...], Field(max_length=4096)] = ()
+
+
+@message(_C, "coordinator", "learner")
+class LearnerWelcome(Message):
+    """The learner is `incarnation`; v is `step`. Everything it sends from now on names it."""
+
+    protocol: Annotated[int, Field(ge=0, le=2**31)]
+    run_id: Annotated[str, Field(max_length=64)]
+    incarnation: Count
+    step: Count
+    heartbeat_interval_s: Seconds
+    silence_max_s: Seconds
+
+
+@message(_C, "coordinator", "learner")
+class Fenced(Message):
+    """A higher incarnation exists; this learner may neither complete nor publish."""
+
+    incarnation: Count
+    by: Count
+
+
+@message(_C, "learner", "coordinator")
+class LearnerHeartbeat(Message):
+    incarnation: Count
+    sequence: Count
+    state: Text
+
+
+@message(_C, "coordinator", "learner")
+class TasksWanted(Message):
+    """Send tasks [start, start + count) of the data set's stream."""
+
+    incarnation: Count
+    start: Count
+    count: Annotated[int, Field(ge=1, le=4096)]
+
+
+@message(_C, "learner", "coordinator")
+class TasksSubmitted(Message):
+    """Tasks in order of index. `exhausted`: there is none at or after the last index + 1
+    (or at `start`, when `tasks` is empty)."""
+
+    incarnation: Count
+    start: Count
+    tasks: Annotated[tuple[Task, ...], Field(max_length=4096)]
+    exhausted: bool = False
+
+
+@message(_C, "learner", "coordinator")
+class BatchRequest(Message):
+    """The learner waits for the batch that it will train at version `step`."""
+
+    incarnation: Count
+    step: Count
+
+
+@message(_C, "coordinator", "learner")
+class BatchWaiting(Message):
+    """Why there is no batch yet; sent on change, at most once a second."""
+
+    incarnation: Count
+    step: Count
+    text: Text
+
+
+@message(_C, "coordinator", "learner")
+class BatchGranted(Message):
+    """The batch of `step`: its groups follow in the rollouts lane. Tokens whose version is
+    below `loss_from_step` (step - S) leave the loss (`late = "mask"`); under the other
+    policies there are none. `last`: the task stream is exhausted and this is the end."""
+
+    incarnation: Count
+    step: Count
+    loss_from_step: Count
+    groups: Annotated[tuple[LeaseName, ...], Field(max_length=65536)]
+    last: bool
+    workers_ready: Count = 0
+    groups_leased: Count = 0
+    groups_buffered: Count = 0
+    groups_expired: Count = 0
+    groups_failed: Count = 0
+    groups_filtered: Count = 0
+    tokens_per_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    cost_usd: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+
+
+@message(_R, "coordinator", "learner")
+class BatchGroup(Message):
+    """One group of a granted batch: frames as the worker sent them."""
+
+    incarnation: Count
+    step: Count
+    group: LeaseName
+    worker: Name
+    task: Task
+    trajectories: Annotated[tuple[TrajectoryHeader, ...], Field(min_length=1, max_length=GROUP_SIZE_MAX)]
+    token_ids: TokenFrame
+    logprobs: TokenFrame
+    loss_mask: TokenFrame
+
+
+@message(_C, "learner", "coordinator")
+class StepCompleted(Message):
+    """The batch of `step` was applied: v becomes step + 1. Idempotent. Sent until
+    acknowledged. `mismatch`: mean |logprob difference| per worker, where measured."""
+
+    incarnation: Count
+    step: Count
+    train_s: Seconds
+    wait_s: Seconds
+    mismatch: Annotated[dict[Name, Real], Field(max_length=65536)]
+
+
+@message(_C, "coordinator", "learner")
+class StepAcknowledged(Message):
+    """v is `step` now, durably."""
+
+    incarnation: Count
+    step: Count
+
+
+@message(_C, "learner", "coordinator")
+class VersionPublished(Message):
+    """The origin serves `version` (its step is v). Frames as in VersionAnnounced."""
+
+    version: Version
+    manifest_digest: Digest
+    assets_digest: Annotated[str, Field(max_length=64)]
+    num_bytes: Count
+    origin: Endpoint
+    origin_key: ServerKey
+    probe_length: Annotated[int, Field(ge=0, le=8192)] = 0
+    probe_tokens: SmallFrame = b""
+    probe_logprobs: SmallFrame = b""
+
+
+@message(_C, "coordinator", "learner")
+class PublishAcknowledged(Message):
+    """The version is announced. Versions below `keep_from` may leave the origin: no worker
+    serves one and no admissible rollout needs one."""
+
+    version: Version
+    keep_from: Count
+
+
+@message(_C, "learner", "coordinator")
+class CheckpointSaved(Message):
+    """A checkpoint of `step` is complete on disk; `kept` are all that remain."""
+
+    incarnation: Count
+    step: Count
+    kept: Annotated[tuple[Count, ...], Field(max_length=4096)]
+
+
+@message(_C, "learner", "coordinator")
+class EvalRequest(Message):
+    """Evaluate a published version on held-out tasks; `eval_id` names the answer."""
+
+    incarnation: Count
+    eval_id: Name
+    version: Version
+    tasks: Annotated[tuple[Task, ...], Field(min_length=1, max_length=65536)]
+    sampling: Sampling
+    group_size: Annotated[int, Field(ge=1, le=GROUP_SIZE_MAX)] = 1
+
+
+@message(_C, "coordinator", "learner")
+class EvalResult(Message):
+    """`num_done` of `num_asked` evals ended; `reward_mean` over those, null if none."""
+
+    incarnation: Count
+    eval_id: Name
+    version: Version
+    num_asked: Count
+    num_done: Count
+    reward_mean: Real | None
+    tokens_mean: Real | None
+    reason: Text = ""
+
+
+# ------------------------------------------------------------------- worker <-> origin
+
+
+@message(_B, "worker", "origin")
+class ManifestRequest(Message):
+    manifest_digest: Digest
+
+
+@message(_B, "origin", "worker")
+class ManifestReply(Message):
+    """`manifest` is the manifest's encoded bytes; their BLAKE3 is `manifest_digest`."""
+
+    manifest_digest: Digest
+    manifest: Annotated[bytes, Frame(MANIFEST_MAX_BYTES)]
+
+
+@message(_B, "worker", "origin")
+class ChunksRequest(Message):
+    """Send these chunks; each index asked for is one credit of the receiver."""
+
+    manifest_digest: Digest
+    indexes: Annotated[tuple[Count, ...], Field(min_length=1, max_length=256)]
+
+
+@message(_B, "origin", "worker")
+class Chunk(Message):
+    manifest_digest: Digest
+    index: Count
+    payload: Annotated[bytes, Frame(CHUNK_MAX_BYTES)]
+
+
+@message(_B, "origin", "worker")
+class ChunksRefused(Message):
+    """The origin does not hold it (any more)."""
+
+    manifest_digest: Digest
+    reason: Text
+
+

@@ -1,0 +1,115 @@
+"""The nouns that every part shares: versions, spans, tasks, sampling settings.
+
+Values are frozen and checked when made, so that a wrong one cannot travel. Nothing here
+waits, sends, logs or tells time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Final, NewType
+
+from pydantic import Field
+
+PeerId = NewType("PeerId", str)
+"""Who a message came from: the name under which the allow-list holds its verified key."""
+GroupId = NewType("GroupId", str)
+LeaseId = NewType("LeaseId", str)
+Step = NewType("Step", int)
+
+TASK_PAYLOAD_MAX_BYTES: Final = 1 << 20
+GROUP_SIZE_MAX: Final = 1024
+TOKENS_MAX: Final = 1 << 20
+"""Longest trajectory in tokens."""
+
+Count = Annotated[int, Field(strict=True, ge=0, le=2**53)]
+Position = Annotated[int, Field(strict=True, ge=-1, le=2**53)]
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Real = Annotated[float, Field(allow_inf_nan=False)]
+Name = Annotated[str, Field(strict=True, min_length=1, max_length=128, pattern=r"^[\w.:@+-]+$")]
+Text = Annotated[str, Field(strict=True, max_length=2048)]
+Digest = Annotated[str, Field(strict=True, pattern=r"^[0-9a-f]{64}$")]
+"""BLAKE3 of 32 bytes in lower-case hexadecimal."""
+Endpoint = Annotated[str, Field(strict=True, max_length=256, pattern=r"^(tcp://[^\s*]+:\d+)?$")]
+ServerKey = Annotated[str, Field(strict=True, max_length=40, pattern=r"^(.{40})?$")]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Version:
+    """A policy version: `step` completed learner steps, seen from one `incarnation`.
+
+    Ordered by (incarnation, step). The weights' digest belongs to it too and travels in
+    the manifest.
+    """
+
+    incarnation: Annotated[int, Field(strict=True, ge=0, le=2**31)]
+    step: Annotated[int, Field(strict=True, ge=0, le=2**31)]
+
+    def __str__(self) -> str:
+        return f"{self.incarnation}.{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> Version:
+        """Read the form that `str` writes, "incarnation.step". Raises ValueError."""
+        incarnation, _, step = text.partition(".")
+        return cls(int(incarnation), int(step))
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens [start, end) of a trajectory were sampled by `version`."""
+
+    version: Version
+    start: Annotated[int, Field(strict=True, ge=0, le=TOKENS_MAX)]
+    end: Annotated[int, Field(strict=True, ge=0, le=TOKENS_MAX)]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a policy is sampled. `temperature` 0 is greedy; `max_tokens` bounds one turn.
+
+    Behaviour logprobs describe the distribution after temperature; top-p truncation is not
+    renormalised into them, and the learner computes its own in the same way.
+    """
+
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
+    max_tokens: Annotated[int, Field(ge=1, le=TOKENS_MAX)] = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One prompt of a data set, as the environment reads it.
+
+    `index` is its position in the run's stream of tasks (it grows over epochs); `payload`
+    is JSON that only the environment understands.
+    """
+
+    index: Count
+    payload: Annotated[str, Field(max_length=TASK_PAYLOAD_MAX_BYTES)]
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryHeader:
+    """What the coordinator needs to know of one trajectory; its tokens travel as frames.
+
+    `length` counts all tokens (prompt, turns, observations), `prompt_length` those before
+    the first sampled one, `num_sampled` those with loss_mask 1. `spans` cover the sampled
+    tokens in order, each within [0, length), none overlapping.
+    """
+
+    length: Annotated[int, Field(strict=True, ge=1, le=TOKENS_MAX)]
+    prompt_length: Annotated[int, Field(strict=True, ge=0, le=TOKENS_MAX)]
+    num_sampled: Annotated[int, Field(strict=True, ge=0, le=TOKENS_MAX)]
+    reward: Real
+    finish: Annotated[str, Field(pattern=r"^(stop|length|abort|environment)$")]
+    num_turns: Annotated[int, Field(strict=True, ge=0, le=100_000)]
+    spans: Annotated[tuple[Span, ...], Field(min_length=1, max_length=256)]
+
+    @property
+    def min_version(self) -> Version:
+        return min(span.version for span in self.spans)
+
+    @property
+    def max_version(self) -> Version:
+        return max(span.version for span in self.spans)
