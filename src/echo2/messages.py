@@ -24,6 +24,8 @@ from echo2.types import (
     Count,
     Digest,
     Endpoint,
+    GroupId,
+    LeaseId,
     Name,
     Real,
     Sampling,
@@ -81,7 +83,9 @@ def message(lane: Lane, senders: str, receivers: str) -> Any:
 
     def register(cls: type) -> type:
         made = dataclass(
-            frozen=True, kw_only=True, config=ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+            frozen=True,
+            kw_only=True,
+            config=ConfigDict(extra="forbid", arbitrary_types_allowed=True),
         )(cls)
         made.LANE = lane
         made.SENDERS = frozenset(Role(role) for role in senders.split())
@@ -109,7 +113,8 @@ _C, _R, _B = Lane.CONTROL, Lane.ROLLOUTS, Lane.CHUNKS
 TokenFrame = Annotated[bytes, Frame(GROUP_FRAME_MAX_BYTES)]
 SmallFrame = Annotated[bytes, Frame(1 << 20)]
 LeaseKind = Literal["train", "eval"]
-LeaseName = Annotated[str, Field(strict=True, min_length=1, max_length=64)]
+LeaseName = Annotated[LeaseId, Field(strict=True, min_length=1, max_length=64)]
+GroupName = Annotated[GroupId, Field(strict=True, min_length=1, max_length=64)]
 
 # ---------------------------------------------------------------- worker <-> coordinator
 
@@ -193,6 +198,7 @@ class VersionAnnounced(Message):
     num_bytes: Count
     origin: Endpoint
     origin_key: ServerKey
+    assets_digest: Annotated[str, Field(max_length=64)] = ""
     probe_length: Annotated[int, Field(ge=0, le=8192)] = 0
     probe_tokens: SmallFrame = b""
     probe_logprobs: SmallFrame = b""
@@ -228,7 +234,7 @@ class LeaseGranted(Message):
     `revoke_after_s`: the lease is dead this long after it was granted."""
 
     lease: LeaseName
-    group: LeaseName
+    group: GroupName
     attempt: Annotated[int, Field(ge=1, le=1000)]
     kind: LeaseKind
     version: Version
@@ -253,7 +259,7 @@ class LeaseFailed(Message):
     only against its attempts."""
 
     lease: LeaseName
-    group: LeaseName
+    group: GroupName
     stage: Literal["environment", "engine", "draining", "lost"]
     text: Text
 
@@ -265,9 +271,11 @@ class GroupResult(Message):
     uint8 (1 where the policy sampled the token)."""
 
     lease: LeaseName
-    group: LeaseName
+    group: GroupName
     attempt: Annotated[int, Field(ge=1, le=1000)]
-    trajectories: Annotated[tuple[TrajectoryHeader, ...], Field(min_length=1, max_length=GROUP_SIZE_MAX)]
+    trajectories: Annotated[
+        tuple[TrajectoryHeader, ...], Field(min_length=1, max_length=GROUP_SIZE_MAX)
+    ]
     generate_s: Seconds
     environment_s: Seconds
     token_ids: TokenFrame
@@ -297,7 +305,7 @@ class GroupResult(Message):
 class GroupAcknowledged(Message):
     """The result is settled (durably) or not wanted; stop sending it."""
 
-    group: LeaseName
+    group: GroupName
     lease: LeaseName
     outcome: Literal["accepted", "duplicate", "superseded", "refused"]
     reason: Text = ""
@@ -334,7 +342,7 @@ class LearnerHello(Message):
     """First message of a learner. It resumes at `resume_step` (0: from the start), with
     weights of `digest` ("" if not known); `checkpoint_steps` are those it keeps.
     `incarnation` 0 asks for a new one; a reconnect names the one it holds, with
-    `resume_step` the v that it believes in."""
+    `resume_step` the v that it believes in. `hello_id` tells a repeated hello from a new one."""
 
     protocol: Annotated[int, Field(ge=0, le=2**31)]
     echo2_version: Text
@@ -344,6 +352,8 @@ class LearnerHello(Message):
     resume_step: Count
     digest: Annotated[str, Field(max_length=64)] = ""
     checkpoint_steps: Annotated[tuple[Count, ...], Field(max_length=4096)] = ()
+    environment_version: Text = ""
+    hello_id: Annotated[str, Field(max_length=64)] = ""
 
 
 @message(_C, "coordinator", "learner")
@@ -419,7 +429,7 @@ class BatchGranted(Message):
     incarnation: Count
     step: Count
     loss_from_step: Count
-    groups: Annotated[tuple[LeaseName, ...], Field(max_length=65536)]
+    groups: Annotated[tuple[GroupName, ...], Field(max_length=65536)]
     last: bool
     workers_ready: Count = 0
     groups_leased: Count = 0
@@ -437,10 +447,12 @@ class BatchGroup(Message):
 
     incarnation: Count
     step: Count
-    group: LeaseName
+    group: GroupName
     worker: Name
     task: Task
-    trajectories: Annotated[tuple[TrajectoryHeader, ...], Field(min_length=1, max_length=GROUP_SIZE_MAX)]
+    trajectories: Annotated[
+        tuple[TrajectoryHeader, ...], Field(min_length=1, max_length=GROUP_SIZE_MAX)
+    ]
     token_ids: TokenFrame
     logprobs: TokenFrame
     loss_mask: TokenFrame
@@ -468,7 +480,8 @@ class StepAcknowledged(Message):
 
 @message(_C, "learner", "coordinator")
 class VersionPublished(Message):
-    """The origin serves `version` (its step is v). Frames as in VersionAnnounced."""
+    """The origin serves `version` (its step is v). Frames as in VersionAnnounced. `final`:
+    the last of the run, for which the period κ need not have passed."""
 
     version: Version
     manifest_digest: Digest
@@ -476,6 +489,7 @@ class VersionPublished(Message):
     num_bytes: Count
     origin: Endpoint
     origin_key: ServerKey
+    final: bool = False
     probe_length: Annotated[int, Field(ge=0, le=8192)] = 0
     probe_tokens: SmallFrame = b""
     probe_logprobs: SmallFrame = b""
@@ -562,5 +576,3 @@ class ChunksRefused(Message):
 
     manifest_digest: Digest
     reason: Text
-
-

@@ -1,0 +1,288 @@
+"""CoordinatorState: `handle(event, now) -> effects`, the whole coordinator without I/O.
+
+Promise: every decision about versions, groups, leases and money is made here or in the
+modules that this one calls, at an explicit `now`, and leaves as effects. An event that the
+protocol forbids raises RemoteProtocolError before anything changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from echo2.core.dispatch import Dispatcher
+from echo2.core.effects import Effect
+from echo2.core.events import Event, Persisted, Received, StopRequested, Tick
+from echo2.core.group import Group
+from echo2.core.learner_desk import LearnerDesk
+from echo2.core.records import (
+    GroupStored,
+    LearnerRecorded,
+    StepRecorded,
+    VersionRecorded,
+)
+from echo2.core.run_state import Restored, RunState
+from echo2.core.settings import CoordinatorSettings
+from echo2.core.waits import waiting_text
+from echo2.core.worker_desk import WorkerDesk
+from echo2.errors import RemoteProtocolError
+from echo2.messages import (
+    BatchRequest,
+    BatchWaiting,
+    CheckpointSaved,
+    Draining,
+    EvalRequest,
+    Goodbye,
+    GroupResult,
+    Heartbeat,
+    InstallFailed,
+    LearnerHeartbeat,
+    LearnerHello,
+    LeaseFailed,
+    Message,
+    StepCompleted,
+    TasksSubmitted,
+    VersionInstalled,
+    VersionPublished,
+    WorkerHello,
+)
+from echo2.types import PeerId
+
+WAITING_INTERVAL_S = 1.0
+FAILED_IN_ROW_BATCHES = 4
+FAILED_IN_ROW_MIN = 32
+
+
+class CoordinatorState:
+    """`state` may be read by anyone, and is changed only by `handle`."""
+
+    def __init__(self, settings: CoordinatorSettings, restored: Restored | None = None) -> None:
+        self.state = RunState(settings, restored)
+        self.workers = WorkerDesk(self.state)
+        self.learner = LearnerDesk(self.state)
+        self.dispatcher = Dispatcher(self.state)
+        self._handlers: dict[type[Message], Callable[[PeerId, Any], None]] = {
+            WorkerHello: self.workers.hello,
+            Heartbeat: self.workers.heartbeat,
+            VersionInstalled: self.workers.installed,
+            InstallFailed: self.workers.install_failed,
+            GroupResult: self.workers.result,
+            LeaseFailed: self.workers.failed,
+            Draining: self._draining,
+            Goodbye: self._goodbye,
+            LearnerHello: self.learner.hello,
+            LearnerHeartbeat: self.learner.heartbeat,
+            TasksSubmitted: self.learner.tasks,
+            BatchRequest: self.learner.batch_request,
+            StepCompleted: self.learner.step_completed,
+            VersionPublished: self.learner.published,
+            CheckpointSaved: self.learner.checkpoint,
+            EvalRequest: self.learner.eval_request,
+        }
+        self.started_at: float | None = None
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take one event at `now` (seconds, monotonic; a step back is read as no step)."""
+        state = self.state
+        state.now = max(state.now, now)
+        if self.started_at is None:
+            self._start()
+        if state.finished is None:
+            match event:
+                case Received(peer, message):
+                    self._received(peer, message)
+                case Persisted(record_id):
+                    self._persisted(record_id)
+                case Tick():
+                    self._tick()
+                case StopRequested(reason):
+                    state.finish(ok=True, finished=False, reason=reason)
+            self._settle()
+        effects, state.effects = state.effects, []
+        return effects
+
+    # ---------------------------------------------------------------------- events
+
+    def _start(self) -> None:
+        state, settings = self.state, self.state.settings
+        self.started_at = state.costed_at = state.now
+        state.seat.vacant_since = state.now
+        state.emit(
+            "run_started",
+            run_id=settings.run_id,
+            staleness_max=settings.staleness_max,
+            groups_per_step=settings.groups_per_step,
+            group_size=settings.group_size,
+            late=settings.late,
+            period=settings.period,
+        )
+
+    def _received(self, peer: PeerId, message: Message) -> None:
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise RemoteProtocolError(
+                f"a coordinator does not take {type(message).__name__}", reason="wrong_receiver"
+            )
+        handler(peer, message)
+
+    def _draining(self, peer: PeerId, message: Draining) -> None:
+        if peer != self.state.seat.peer:
+            self.workers.draining(peer, message)
+
+    def _goodbye(self, peer: PeerId, message: Goodbye) -> None:
+        if self.state.members.get(peer) is not None:
+            self.workers.goodbye(peer, message)
+        else:
+            self.learner.goodbye(peer, message)
+
+    def _persisted(self, record_id: int) -> None:
+        found = self.state.pending.pop(record_id, None)
+        if found is None:
+            return
+        record, context = found
+        match record:
+            case GroupStored():
+                assert isinstance(context, Group)
+                self.workers.stored(record_id, record, context)
+            case StepRecorded():
+                self.learner.step_durable(record_id, record)
+            case LearnerRecorded():
+                self.learner.seated(record, context)
+            case VersionRecorded():
+                self.learner.version_durable(context)
+            case _:
+                pass  # nothing waits for a checkpoint's record
+
+    def _settle(self) -> None:
+        """After each event: what became possible?"""
+        if self.state.finished is not None:
+            return
+        self.learner.try_batch()
+        if not self.learner.is_over_budget:
+            self.dispatcher.request_tasks()
+            self.dispatcher.dispatch()
+        for found in self.state.evals.done():
+            self.state.end_eval(found)
+
+    # ----------------------------------------------------------------------- ticks
+
+    def _tick(self) -> None:
+        self._count_cost()
+        self._look_at_learner()
+        self._look_at_workers()
+        self._look_at_leases()
+        self._look_at_evals()
+        self._look_at_the_run()
+        self._tell_waiting()
+
+    def _count_cost(self) -> None:
+        state = self.state
+        hours = (state.now - (state.costed_at or 0.0)) / 3600.0
+        state.costed_at = state.now
+        rate = sum(worker.price_usd_per_h for worker in state.members.workers.values())
+        if state.seat.peer is not None:
+            rate += state.settings.learner_usd_per_h
+        state.cost_usd += rate * hours
+
+    def _look_at_learner(self) -> None:
+        state, seat = self.state, self.state.seat
+        if seat.peer is None:
+            return
+        silent_s = state.now - seat.heard_at
+        if silent_s > state.settings.gone_s and not seat.silent:
+            seat.silent = True
+            seat.vacant_since = seat.heard_at
+            state.stream.forget_request()
+            state.emit(
+                "learner_left",
+                incarnation=state.lineage.incarnation,
+                reason=f"silent for {silent_s:.1f} s",
+            )
+
+    def _look_at_workers(self) -> None:
+        state, settings = self.state, self.state.settings
+        for worker in state.members.silent(state.now, longer_than_s=settings.suspect_s):
+            if not worker.suspect:
+                worker.suspect = True
+                state.emit("worker_suspect", worker=worker.peer)
+        for worker in state.members.silent(state.now, longer_than_s=settings.gone_s):
+            silent_s = state.now - worker.heard_at
+            self.workers.leave(worker.peer, f"silent for {silent_s:.1f} s")
+
+    def _look_at_leases(self) -> None:
+        state, settings = self.state, self.state.settings
+        for lease in list(state.book.leases.values()):
+            age_s, idle_s = state.now - lease.granted_at, state.now - lease.progressed_at
+            if age_s > lease.revoke_after_s:
+                reason = f"not done after {age_s:.1f} s, its cap is {lease.revoke_after_s:.1f} s"
+            elif idle_s > settings.stall_s:
+                reason = f"no new token for {idle_s:.1f} s, dispatch.stall_s is {settings.stall_s}"
+            else:
+                continue
+            state.lose_lease(lease, reason, counted=True, tell=True)
+
+    def _look_at_evals(self) -> None:
+        state, settings = self.state, self.state.settings
+        newest = state.lineage.newest
+        for eval_id, found in list(state.evals.evals.items()):
+            for lease in list(found.leases.values()):
+                if state.now - lease.progressed_at > settings.stall_s:
+                    state.evals.give_back(lease.id, f"stalled on {lease.worker}")
+            serving = any(
+                worker.installed == found.version for worker in state.members.workers.values()
+            )
+            if not serving and found.version != newest:
+                state.evals.cancel(eval_id, f"no worker serves {found.version} any more")
+
+    def _look_at_the_run(self) -> None:
+        """What cannot make progress ends, with its cause."""
+        state, settings = self.state, self.state.settings
+        seat = state.seat
+        if seat.peer is None or seat.silent:
+            absent_s = state.now - seat.vacant_since
+            if absent_s > settings.learner_timeout_s:
+                state.finish(
+                    ok=False,
+                    finished=False,
+                    reason=f"no learner for {absent_s:.0f} s (run.learner_timeout_s = "
+                    f"{settings.learner_timeout_s:g}); start it with: echo2 learner --resume",
+                )
+            return
+        failed_max = max(FAILED_IN_ROW_MIN, FAILED_IN_ROW_BATCHES * settings.groups_per_step)
+        if state.failed_in_row >= failed_max:
+            state.finish(
+                ok=False,
+                finished=False,
+                reason=f"{state.failed_in_row} groups failed one after the other; see reason in "
+                "events.jsonl",
+            )
+            return
+        waits = seat.wanted_step is not None or bool(state.evals.evals)
+        if not waits or state.members.ready():
+            state.no_worker_since = None
+        elif state.no_worker_since is None:
+            state.no_worker_since = state.now
+        elif state.now - state.no_worker_since > settings.no_worker_timeout_s:
+            state.finish(
+                ok=False,
+                finished=False,
+                reason=f"no worker was ready for {settings.no_worker_timeout_s:g} s "
+                f"(run.no_worker_timeout_s) while {waiting_text(state, self.dispatcher.reason)}",
+            )
+
+    def _tell_waiting(self) -> None:
+        """Say why there is no batch: on change, at most once a second."""
+        state, seat = self.state, self.state.seat
+        if seat.wanted_step is None or seat.peer is None:
+            return
+        text = waiting_text(state, self.dispatcher.reason)
+        if text != seat.told_text and state.now - seat.told_at >= WAITING_INTERVAL_S:
+            seat.told_text, seat.told_at = text, state.now
+            state.send(
+                seat.peer,
+                BatchWaiting(
+                    incarnation=state.lineage.incarnation,
+                    step=seat.wanted_step,
+                    text=text[:2048],
+                ),
+            )

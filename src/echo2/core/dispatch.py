@@ -1,0 +1,301 @@
+"""Who gets the next group: pacing is the law, lead and freshness are the preference.
+
+A lease needs a ready worker with a free slot and a verdict of `pacing_verdict`. Among what
+the law allows, the dispatcher works only `lead_steps` ahead of the next batch, prefers
+workers with fresh weights, waits a moment for one that is about to install, and gives a
+slow worker no more than it can finish before expiry.
+"""
+
+from __future__ import annotations
+
+import math
+
+from echo2.core.evals import EvalLease
+from echo2.core.group import Group, Lease
+from echo2.core.membership import Worker
+from echo2.core.run_state import RunState
+from echo2.core.staleness import expiry_step, pacing_verdict
+from echo2.messages import LeaseGranted, TasksWanted
+from echo2.types import LeaseId, Sampling, Task, Version
+
+INSTALL_PATIENCE = 1.5
+"""How many usual times to installation a worker is waited for."""
+INSTALL_SHARE_MAX = 0.5
+"""Wait for an install only if it usually takes less than this share of a learner step."""
+LATENCY_FLOOR_S = 1e-3
+STRAGGLER_RATIO = 4.0
+"""A worker so many times slower than the fastest is a straggler, if it also misses expiry."""
+PROBE_LATENCIES = 30.0
+"""A straggler is tried again after so many of its latencies: it may have become faster."""
+
+
+class Dispatcher:
+    def __init__(self, state: RunState) -> None:
+        self.state = state
+        self.reason = ""
+
+    # ---------------------------------------------------------------------- tasks
+
+    def request_tasks(self) -> None:
+        """Keep `tasks_ahead` batches of tasks ready, within the bound on their bytes."""
+        state, settings = self.state, self.state.settings
+        seat = state.seat
+        if seat.peer is None or not seat.welcomed or seat.silent:
+            return
+        room = settings.tasks_ahead * settings.groups_per_step - len(state.book.queue)
+        held = sum(len(state.book.groups[group].task.payload) for group in state.book.queue)
+        if room < 1 or held >= settings.tasks_bytes_max:
+            return
+        wanted = state.stream.request(room)
+        if wanted is not None:
+            state.send(
+                seat.peer,
+                TasksWanted(
+                    incarnation=state.lineage.incarnation, start=wanted.start, count=wanted.count
+                ),
+            )
+
+    # --------------------------------------------------------------------- leases
+
+    def dispatch(self) -> None:
+        """Grant what may be granted now; `reason` says why it stopped."""
+        state = self.state
+        if state.lineage.newest is None:
+            self.reason = "no version is published yet"
+            return
+        if state.evals.evals:
+            self._dispatch_evals()
+        if not state.book.queue:
+            self.reason = "no task is ready"
+            return
+        room = self.target - state.book.num_held
+        if room < 1:
+            self.reason = (
+                f"{state.book.num_held} groups are held, {self.target} is far enough ahead"
+            )
+            return
+        self._dispatch_groups(room)
+
+    def _dispatch_groups(self, room: int) -> None:
+        state = self.state
+        workers = sorted(
+            (
+                w
+                for w in state.members.ready()
+                if self._free(w) > 0 and not self._about_to_install(w)
+            ),
+            key=lambda w: (-(w.installed or Version(0, 0)).step, w.latency_s.mean, w.peer),
+        )
+        if not workers:
+            self.reason = "no ready worker has a free slot"
+        others = len(workers) > 1
+        while workers and room > 0 and state.book.queue:
+            granted = False
+            for worker in list(workers):
+                if room < 1 or not state.book.queue:
+                    break
+                group = self._next_group(worker, others=others)
+                if group is None or self._free(worker) < 1 or not self._paced(worker):
+                    workers.remove(worker)
+                    continue
+                self._grant(worker, group)
+                room -= 1
+                granted = True
+            if not granted:
+                break
+
+    def _paced(self, worker: Worker) -> bool:
+        state = self.state
+        assert worker.installed is not None
+        if not state.lineage.is_alive(worker.installed):
+            self.reason = f"{worker.peer} serves {worker.installed}, which leads nowhere any more"
+            return False
+        verdict = pacing_verdict(
+            state.book.held_by_expiry,
+            new_expiry=expiry_step(
+                worker.installed.step, staleness_max=state.settings.staleness_max
+            ),
+            next_step=state.next_step,
+            groups_per_step=state.settings.groups_per_step,
+        )
+        if not verdict:
+            self.reason = verdict.reason
+        return bool(verdict)
+
+    @property
+    def target(self) -> int:
+        """Groups to hold: the next batch, and `lead_steps` batches more."""
+        settings = self.state.settings
+        lead = settings.lead_steps
+        if lead is None:
+            lead = self.lead_steps_auto
+        return math.ceil(settings.groups_per_step * (1 + min(lead, settings.staleness_max)))
+
+    @property
+    def lead_steps_auto(self) -> float:
+        """Just enough to hide what keeps a slot from delivering: group latency and install.
+
+        By Little's law the slots hold rate x latency groups; that many beyond the next batch
+        keep every slot busy. T_bcast itself hides: workers sample on until the flip.
+        """
+        state = self.state
+        if not state.busy_s.known:
+            return 0.0
+        rate, slots, install_s = 0.0, 0, 0.0
+        for worker in state.members.ready():
+            if worker.latency_s.known:
+                rate += worker.slots / max(worker.latency_s.mean, LATENCY_FLOOR_S)
+                slots += worker.slots
+                install_s = max(install_s, worker.install_s.mean)
+        latency_s = slots / rate if rate > 0 else 0.0
+        return (latency_s + install_s) / max(self._expected_step_s(), LATENCY_FLOOR_S)
+
+    def _free(self, worker: Worker) -> int:
+        """Slots that the worker may still fill with what it can finish before expiry."""
+        state = self.state
+        evals = len(state.evals.leases_of(worker.peer)) if state.evals.evals else 0
+        return self._cap(worker) - state.book.num_leases(worker.peer) - evals
+
+    def _cap(self, worker: Worker) -> int:
+        """Concurrency in proportion to the time until expiry; a straggler gets nothing but a
+        probe now and then, while faster workers are here."""
+        state = self.state
+        latency_s = worker.latency_s.mean
+        if not worker.latency_s.known or worker.installed is None or not state.busy_s.known:
+            return worker.slots
+        expiry = expiry_step(worker.installed.step, staleness_max=state.settings.staleness_max)
+        until_s = max(1, expiry - state.next_step + 1) * self._expected_step_s()
+        if latency_s <= until_s:
+            return worker.slots
+        fastest_s = min(w.latency_s.mean for w in state.members.ready() if w.latency_s.known)
+        if latency_s > STRAGGLER_RATIO * fastest_s:
+            return 1 if state.now - worker.leased_at > PROBE_LATENCIES * latency_s else 0
+        return max(1, math.floor(worker.slots * until_s / latency_s))
+
+    def _expected_step_s(self) -> float:
+        """Time of a learner step when nothing holds it: the learner's, or the pool's."""
+        state = self.state
+        rate = sum(
+            w.slots / max(w.latency_s.mean, LATENCY_FLOOR_S)
+            for w in state.members.ready()
+            if w.latency_s.known
+        )
+        pool_s = state.settings.groups_per_step / rate if rate > 0 else 0.0
+        return max(state.busy_s.mean, pool_s)
+
+    def _about_to_install(self, worker: Worker) -> bool:
+        """Is it worth waiting a moment, so that the next group comes from fresh weights?"""
+        state = self.state
+        if worker.announced is None or worker.installed is None:
+            return False
+        if worker.announced <= worker.installed or not state.bcast_s.known:
+            return False
+        usual_s = state.bcast_s.high
+        if not state.busy_s.known or usual_s > INSTALL_SHARE_MAX * self._expected_step_s():
+            return False
+        since = state.now - state.published_at.get(worker.announced, state.now)
+        return since <= INSTALL_PATIENCE * usual_s
+
+    def _next_group(self, worker: Worker, *, others: bool) -> Group | None:
+        """The first in the queue; one that this worker lost before goes to another."""
+        book = self.state.book
+        for group_id in book.queue:
+            group = book.groups[group_id]
+            if not others or group.avoid != worker.peer:
+                return group
+        return None
+
+    def _grant(self, worker: Worker, group: Group) -> None:
+        state, settings = self.state, self.state.settings
+        assert worker.installed is not None
+        group.attempts += 1
+        lease = Lease(
+            id=self._lease_id(),
+            group=group.id,
+            worker=worker.peer,
+            version=worker.installed,
+            granted_at=state.now,
+            progressed_at=state.now,
+            revoke_after_s=self._revoke_after_s(worker, settings.sampling, settings.group_size),
+        )
+        state.book.lease(group, lease)
+        worker.leased_at = state.now
+        state.send(
+            worker.peer,
+            LeaseGranted(
+                lease=lease.id,
+                group=group.id,
+                attempt=group.attempts,
+                kind="train",
+                version=lease.version,
+                task=group.task,
+                group_size=settings.group_size,
+                sampling=settings.sampling,
+                seed=self._seed(group.task, group.attempts),
+                revoke_after_s=lease.revoke_after_s,
+            ),
+        )
+
+    def _revoke_after_s(self, worker: Worker, sampling: Sampling, group_size: int) -> float:
+        """The cap on a lease: max_tokens at the slowest rate that was measured."""
+        settings = self.state.settings
+        if worker.slowest_rate is None:
+            return settings.lease_max_s
+        tokens = group_size * sampling.max_tokens * self.state.turns_max
+        return min(settings.lease_max_s, max(settings.stall_s, tokens / worker.slowest_rate))
+
+    def _seed(self, task: Task, attempt: int) -> int:
+        """Differs between tasks and attempts, the same in every run of the same seed."""
+        value = self.state.settings.seed
+        for part in (task.index, attempt):
+            value = (value * 6364136223846793005 + part + 1442695040888963407) % 2**63
+        return value
+
+    def _lease_id(self) -> LeaseId:
+        state = self.state
+        lease = LeaseId(f"l{state.lineage.incarnation}.{state.next_lease}")
+        state.next_lease += 1
+        return lease
+
+    # ---------------------------------------------------------------------- evals
+
+    def _dispatch_evals(self) -> None:
+        """Evals go first, to workers that serve the very version."""
+        state, settings = self.state, self.state.settings
+        for worker in state.members.ready():
+            assert worker.installed is not None
+            free = (
+                worker.slots
+                - state.book.num_leases(worker.peer)
+                - len(state.evals.leases_of(worker.peer))
+            )
+            for _ in range(free):
+                found = state.evals.next_for(worker.installed)
+                if found is None:
+                    break
+                task = found.pending.popleft()
+                lease = EvalLease(
+                    id=self._lease_id(),
+                    eval_id=found.request.eval_id,
+                    task=task,
+                    worker=worker.peer,
+                    granted_at=state.now,
+                    progressed_at=state.now,
+                )
+                state.evals.grant(found, lease)
+                state.send(
+                    worker.peer,
+                    LeaseGranted(
+                        lease=lease.id,
+                        group=f"e{found.request.eval_id}-{task.index}"[:64],  # type: ignore[arg-type]
+                        attempt=found.attempts.get(task.index, 0) + 1,
+                        kind="eval",
+                        version=found.version,
+                        task=task,
+                        group_size=found.request.group_size,
+                        sampling=found.request.sampling,
+                        seed=self._seed(task, 0),
+                        revoke_after_s=settings.lease_max_s,
+                        hold_s=settings.eval_hold_s,
+                    ),
+                )

@@ -1,0 +1,62 @@
+"""What the coordinator wants done: the outputs of `CoordinatorState.handle`.
+
+A shell carries them out in order and knows nothing of their meaning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from echo2.core.group import StoredResult
+from echo2.core.records import Record
+from echo2.messages import Message
+from echo2.types import GroupId, PeerId, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message; its lane is the message's own. Loss is allowed: peers ask again."""
+
+    peer: PeerId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class DeliverGroup:
+    """Send one group of a granted batch to the learner, with the frames of its payload."""
+
+    peer: PeerId
+    incarnation: int
+    step: int
+    group: GroupId
+    task: Task
+    result: StoredResult
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """Make the record durable, then answer with `Persisted(record_id)`."""
+
+    record_id: int
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Write one line of events.jsonl and log it."""
+
+    event: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The coordinator's work is over: flush, then end. `ok` False is an error."""
+
+    ok: bool
+    finished: bool
+    reason: str
+
+
+Effect = Send | DeliverGroup | Persist | Emit | Finish

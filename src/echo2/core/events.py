@@ -1,0 +1,38 @@
+"""What happens to the coordinator: the inputs of `CoordinatorState.handle(event, now)`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from echo2.messages import Message
+from echo2.types import PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A decoded, validated message from a peer whose key was verified."""
+
+    peer: PeerId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Persisted:
+    """The record that a `Persist` effect named is durable now."""
+
+    record_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed; deadlines are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """The operator ends the coordinator (not the run: it may be resumed)."""
+
+    reason: str
+
+
+Event = Received | Persisted | Tick | StopRequested

@@ -1,0 +1,116 @@
+"""A rollout group: the G trajectories of one task, the unit of everything.
+
+Life-cycle (printed into docs/architecture.md from TRANSITIONS):
+
+    queued -> leased -> storing -> buffered -> training -> ended
+       ^        |          |          |           |
+       '--------'----------'----------'-----------'   (lost, refused, rewound)
+
+A group ends exactly once; a rewind of the learner may revive an ended one.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Literal
+
+from echo2.types import GroupId, LeaseId, PeerId, Task, TrajectoryHeader, Version
+
+End = Literal["trained", "expired", "failed", "filtered", "cancelled"]
+
+
+class GroupState(enum.Enum):
+    QUEUED = "queued"
+    LEASED = "leased"
+    STORING = "storing"
+    BUFFERED = "buffered"
+    TRAINING = "training"
+    ENDED = "ended"
+
+
+TRANSITIONS: dict[GroupState, frozenset[GroupState]] = {
+    GroupState.QUEUED: frozenset({GroupState.LEASED, GroupState.STORING, GroupState.ENDED}),
+    GroupState.LEASED: frozenset({GroupState.QUEUED, GroupState.STORING, GroupState.ENDED}),
+    GroupState.STORING: frozenset({GroupState.QUEUED, GroupState.BUFFERED, GroupState.ENDED}),
+    GroupState.BUFFERED: frozenset({GroupState.QUEUED, GroupState.TRAINING, GroupState.ENDED}),
+    GroupState.TRAINING: frozenset({GroupState.QUEUED, GroupState.BUFFERED, GroupState.ENDED}),
+    GroupState.ENDED: frozenset({GroupState.QUEUED, GroupState.BUFFERED}),
+}
+
+
+@dataclass(slots=True)
+class Lease:
+    """A group given to a worker. `version` is what the worker served when it was granted."""
+
+    id: LeaseId
+    group: GroupId
+    worker: PeerId
+    version: Version
+    granted_at: float
+    progressed_at: float
+    revoke_after_s: float
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResult:
+    """What arrived for a group; `payload` is opaque here (the frames)."""
+
+    lease: LeaseId
+    worker: PeerId
+    trajectories: tuple[TrajectoryHeader, ...]
+    payload: object
+
+    @property
+    def min_version(self) -> Version:
+        return min(t.min_version for t in self.trajectories)
+
+    @property
+    def max_version(self) -> Version:
+        return max(t.max_version for t in self.trajectories)
+
+    @property
+    def tokens(self) -> int:
+        return sum(t.num_sampled for t in self.trajectories)
+
+    @property
+    def reward_mean(self) -> float:
+        return sum(t.reward for t in self.trajectories) / len(self.trajectories)
+
+    @property
+    def has_reward_variance(self) -> bool:
+        return len({t.reward for t in self.trajectories}) > 1
+
+    def min_version_from(self, step: int) -> Version | None:
+        """The oldest version at or above `step`: the oldest token that stays in the loss."""
+        kept = [s.version for t in self.trajectories for s in t.spans if s.version.step >= step]
+        return min(kept, default=None)
+
+    def tokens_from(self, step: int) -> int:
+        """Tokens whose version is at or above `step`."""
+        return sum(
+            s.end - s.start for t in self.trajectories for s in t.spans if s.version.step >= step
+        )
+
+
+@dataclass(slots=True)
+class Group:
+    """`known_leases`: every lease granted so far, the revoked ones too, since a late result
+    of one may still come first. `avoid`: the worker that lost it last."""
+
+    id: GroupId
+    task: Task
+    state: GroupState = GroupState.QUEUED
+    attempts: int = 0
+    lease: Lease | None = None
+    result: StoredResult | None = None
+    record_id: int | None = None
+    known_leases: dict[LeaseId, Lease] = field(default_factory=dict)
+    avoid: PeerId | None = None
+    last_reason: str = ""
+
+    def move(self, state: GroupState) -> None:
+        if state not in TRANSITIONS[self.state]:
+            raise AssertionError(f"group {self.id} cannot go from {self.state} to {state}")
+        self.state = state

@@ -1,0 +1,63 @@
+"""What a resumed learner would get back: groups trained since the oldest kept checkpoint.
+
+A result is kept only while some kept checkpoint could still admit it; of the others the
+task alone is remembered, to be queued again. Bounded by the checkpoint period.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from echo2.core.group import Group
+from echo2.core.staleness import expiry_step
+
+
+@dataclass(slots=True)
+class TrainedGroup:
+    """`group` still holds its result when `has_result`."""
+
+    step: int
+    group: Group
+    has_result: bool
+
+
+class TrainedHistory:
+    """`kept`: steps of the checkpoints that the learner may resume from."""
+
+    def __init__(self, *, staleness_max: int) -> None:
+        self.staleness_max = staleness_max
+        self.kept: tuple[int, ...] = (0,)
+        self.trained: list[TrainedGroup] = []
+
+    @property
+    def oldest_kept(self) -> int:
+        return min(self.kept, default=0)
+
+    def add(self, step: int, groups: list[Group]) -> None:
+        self.trained += [
+            TrainedGroup(step, group, self._keep_result(step, group)) for group in groups
+        ]
+
+    def keep(self, kept: tuple[int, ...]) -> None:
+        """The learner's checkpoints are these now."""
+        self.kept = kept
+        self.trained = [entry for entry in self.trained if entry.step >= self.oldest_kept]
+        for entry in self.trained:
+            if entry.has_result:
+                entry.has_result = self._keep_result(entry.step, entry.group)
+
+    def rewind(self, resume_step: int) -> list[TrainedGroup]:
+        """Take out what was trained at or after `resume_step`."""
+        returned = [entry for entry in self.trained if entry.step >= resume_step]
+        self.trained = [entry for entry in self.trained if entry.step < resume_step]
+        return returned
+
+    def _keep_result(self, step: int, group: Group) -> bool:
+        result = group.result
+        if result is None:
+            return False
+        expiry = expiry_step(result.max_version.step, staleness_max=self.staleness_max)
+        useful = any(result.max_version.step <= kept <= min(step, expiry) for kept in self.kept)
+        if not useful:
+            group.result = None
+        return useful

@@ -1,0 +1,527 @@
+"""What the learner tells the coordinator: hello, batches, completed steps, versions, evals.
+
+One learner sits in the seat; each hello without an incarnation opens a higher one and
+fences the one before. Whatever the fenced learner still sends is answered with `Fenced` and
+changes nothing.
+"""
+
+from __future__ import annotations
+
+from echo2.core.effects import DeliverGroup
+from echo2.core.evals import EVALS_MAX
+from echo2.core.group import Group, GroupState
+from echo2.core.records import (
+    CheckpointRecorded,
+    LearnerRecorded,
+    StepRecorded,
+    VersionRecorded,
+)
+from echo2.core.run_state import Batch, RunState, Seat
+from echo2.core.staleness import hold_verdict, pacing_verdict, publish_verdict
+from echo2.core.task_queue import group_of, index_of
+from echo2.errors import RemoteProtocolError
+from echo2.messages import (
+    PROTOCOL,
+    BatchGranted,
+    BatchRequest,
+    CheckpointSaved,
+    EvalRequest,
+    Fenced,
+    Goodbye,
+    HeartbeatEcho,
+    LearnerHeartbeat,
+    LearnerHello,
+    LearnerWelcome,
+    PublishAcknowledged,
+    StepAcknowledged,
+    StepCompleted,
+    TasksSubmitted,
+    VersionPublished,
+)
+from echo2.types import PeerId
+
+
+class LearnerDesk:
+    def __init__(self, state: RunState) -> None:
+        self.state = state
+
+    # --------------------------------------------------------------- coming, going
+
+    def hello(self, peer: PeerId, hello: LearnerHello) -> None:
+        state, settings = self.state, self.state.settings
+        if hello.protocol != PROTOCOL:
+            state.refuse(
+                peer,
+                "protocol",
+                f"this coordinator speaks protocol {PROTOCOL}, the learner (echo2 "
+                f"{hello.echo2_version}) speaks {hello.protocol}; install the same echo2 on both",
+            )
+            return
+        if hello.run_id and hello.run_id != settings.run_id:
+            state.refuse(
+                peer, "run", f"this is run {settings.run_id}, the learner's is {hello.run_id}"
+            )
+            return
+        current = state.lineage.incarnation
+        if hello.incarnation > current:
+            state.refuse(
+                peer,
+                "incarnation",
+                f"incarnation {hello.incarnation} is unknown here (newest: {current}); "
+                "start the learner again with --resume",
+            )
+            return
+        if hello.incarnation and hello.incarnation < current:
+            state.send(peer, Fenced(incarnation=hello.incarnation, by=current))
+            return
+        seat = state.seat
+        repeated = bool(hello.hello_id) and (seat.peer, seat.hello_id) == (peer, hello.hello_id)
+        if repeated and not seat.welcomed:
+            return  # the welcome follows when the takeover is durable
+        if hello.incarnation or repeated:
+            self._reseat(peer)
+            return
+        if hello.resume_step > state.step and not state.is_fresh:
+            state.refuse(
+                peer,
+                "resume_step",
+                f"a checkpoint of step {hello.resume_step} is ahead of this run, whose v is "
+                f"{state.step}; use this run's own checkpoints",
+            )
+            return
+        self._take_over(peer, hello)
+
+    def _reseat(self, peer: PeerId) -> None:
+        """The same learner came back after a lost connection."""
+        seat = self.state.seat
+        seat.peer, seat.welcomed, seat.silent = peer, True, False
+        seat.heard_at = self.state.now
+        self.state.stream.forget_request()
+        self._welcome(peer)
+
+    def _take_over(self, peer: PeerId, hello: LearnerHello) -> None:
+        state = self.state
+        incarnation, resume_step = state.lineage.incarnation + 1, hello.resume_step
+        old = state.seat
+        if old.peer is not None and old.peer != peer:
+            state.send(old.peer, Fenced(incarnation=incarnation - 1, by=incarnation))
+            state.emit("learner_fenced", incarnation=incarnation - 1, by=incarnation)
+        state.seat = Seat(peer=peer, hello_id=hello.hello_id, heard_at=state.now)
+        state.stream.forget_request()
+        state.lineage.begin(incarnation, resume_step)
+        state.emit(
+            "learner_joined", incarnation=incarnation, resume_step=resume_step, digest=hello.digest
+        )
+        for eval_id in list(state.evals.evals):
+            state.end_eval(state.evals.cancel(eval_id, "a new learner took over"))
+            del state.evals.evals[eval_id]
+        state.step = resume_step
+        state.is_fresh = False
+        state.granted_at = None
+        state.history.kept = tuple(
+            step for step in hello.checkpoint_steps if step <= resume_step
+        ) or (resume_step,)
+        self._rewind(old.batch, resume_step)
+        if hello.environment_version:
+            self._set_environment_version(hello.environment_version)
+        state.persist(LearnerRecorded(incarnation, resume_step), peer)
+
+    def _rewind(self, batch: Batch | None, resume_step: int) -> None:
+        """Give back what the resumed checkpoint has not seen; drop what is not in its line."""
+        state = self.state
+        for group in batch.groups if batch is not None else []:
+            state.book.admit(group)
+        dead = "sampled after the checkpoint that was resumed"
+        for lease in list(state.book.leases.values()):
+            if not state.lineage.is_alive(lease.version):
+                state.lose_lease(lease, dead, counted=False, tell=True)
+        for group in state.book.in_state(GroupState.BUFFERED, GroupState.STORING):
+            if not self._is_alive(group):
+                state.book.requeue(group, dead)
+        for entry in reversed(state.history.rewind(resume_step)):
+            group = entry.group
+            buffered = entry.has_result and self._is_alive(group) and self._fits(group)
+            state.book.revive(group, with_result=buffered)
+            self._returned(group.id, to="buffer" if buffered else "queue")
+        for group_id, trained_at in state.restored_trained:
+            if trained_at >= resume_step:
+                state.stream.put_back(index_of(group_id))
+                self._returned(group_id, to="queue")
+        state.restored_trained = [e for e in state.restored_trained if e[1] < resume_step]
+        state.expire_late()
+
+    def _returned(self, group_id: str, *, to: str) -> None:
+        self.state.ends["trained"] -= 1
+        self.state.emit(
+            "group_returned",
+            group_id=group_id,
+            incarnation=self.state.lineage.incarnation,
+            reason="the learner resumed from a checkpoint before it",
+            to=to,
+        )
+
+    def _is_alive(self, group: Group) -> bool:
+        return group.result is not None and all(
+            self.state.lineage.is_alive(span.version)
+            for trajectory in group.result.trajectories
+            for span in trajectory.spans
+        )
+
+    def _fits(self, group: Group) -> bool:
+        """Admissible at v, with room for its expiry."""
+        state = self.state
+        if not state.is_admissible(group, state.step):
+            return False
+        return bool(
+            pacing_verdict(
+                state.book.held_by_expiry,
+                new_expiry=max(state.book.expiry(group), state.step),
+                next_step=state.step,
+                groups_per_step=state.settings.groups_per_step,
+            )
+        )
+
+    def _set_environment_version(self, version: str) -> None:
+        from echo2.core.worker_desk import WorkerDesk
+
+        state = self.state
+        state.environment_version = version
+        desk = WorkerDesk(state)
+        for worker in list(state.members.workers.values()):
+            refusal = desk.environment_refusal(worker.environment_version)
+            if refusal is not None:
+                state.refuse(worker.peer, *refusal)
+                desk.leave(worker.peer, refusal[1])
+
+    def seated(self, record: LearnerRecorded, peer: PeerId) -> None:
+        """The takeover is durable."""
+        seat = self.state.seat
+        if record.incarnation == self.state.lineage.incarnation and seat.peer == peer:
+            seat.welcomed = True
+            self._welcome(peer)
+
+    def _welcome(self, peer: PeerId) -> None:
+        state = self.state
+        state.send(
+            peer,
+            LearnerWelcome(
+                protocol=PROTOCOL,
+                run_id=state.settings.run_id,
+                incarnation=state.lineage.incarnation,
+                step=state.step,
+                heartbeat_interval_s=state.settings.heartbeat_interval_s,
+                silence_max_s=state.settings.gone_s,
+            ),
+        )
+
+    def heartbeat(self, peer: PeerId, message: LearnerHeartbeat) -> None:
+        if not self._is_current(peer, message.incarnation):
+            return
+        self.state.seat.text = message.state
+        self.state.send(peer, HeartbeatEcho(sequence=message.sequence))
+
+    def goodbye(self, peer: PeerId, message: Goodbye) -> None:
+        state = self.state
+        if state.seat.peer != peer:
+            return  # a fenced one leaves
+        state.emit("learner_left", incarnation=state.lineage.incarnation, reason=message.reason)
+        if message.finished:
+            state.finish(ok=True, finished=True, reason=message.reason)
+            return
+        state.seat.peer, state.seat.wanted_step = None, None
+        state.seat.vacant_since = state.now
+
+    # ----------------------------------------------------------------------- tasks
+
+    def tasks(self, peer: PeerId, message: TasksSubmitted) -> None:
+        if not self._is_current(peer, message.incarnation):
+            return
+        state = self.state
+        try:
+            tasks = state.stream.accept(message.start, message.tasks, exhausted=message.exhausted)
+        except ValueError as error:
+            raise RemoteProtocolError(str(error), reason="wrong_tasks") from error
+        for task in tasks:
+            group = group_of(task.index)
+            if group not in state.book.groups:
+                state.book.add(group, task)
+
+    # --------------------------------------------------------------------- batches
+
+    def batch_request(self, peer: PeerId, message: BatchRequest) -> None:
+        if not self._is_current(peer, message.incarnation):
+            return
+        state, seat = self.state, self.state.seat
+        if message.step != state.step:
+            raise RemoteProtocolError(
+                f"a batch was asked for version {message.step}, v is {state.step}",
+                reason="wrong_step",
+            )
+        if seat.completing is not None:
+            raise RemoteProtocolError(
+                f"the step at version {state.step} is being completed", reason="wrong_order"
+            )
+        if seat.batch is not None:
+            self._deliver(seat.batch)
+            return
+        seat.wanted_step = message.step
+        seat.told_text = ""
+
+    def try_batch(self) -> None:
+        """Grant the batch that the learner waits for, if it can be formed now."""
+        state, seat = self.state, self.state.seat
+        if seat.wanted_step is None or not seat.welcomed or seat.batch is not None:
+            return
+        groups, last = self._form()
+        if groups is None:
+            return
+        seat.batch = Batch(state.step, groups, last)
+        state.granted_at = state.now
+        seat.wanted_step = None
+        for group in groups:
+            state.book.train(group)
+        self._deliver(seat.batch)
+        state.expire_late()
+
+    def _form(self) -> tuple[list[Group] | None, bool]:
+        """The groups of the next batch, or None while it must wait; and whether it is last."""
+        state, settings = self.state, self.state.settings
+        if self.is_over_budget:
+            return [], True
+        if settings.late == "wait" and not hold_verdict(
+            state.book.leased_by_expiry,
+            train_step=state.step,
+            groups_per_step=settings.groups_per_step,
+        ):
+            return None, False
+        groups: list[Group] = []
+        for group in state.book.earliest_first():
+            if len(groups) == settings.groups_per_step:
+                break
+            if state.is_admissible(group, state.step):
+                groups.append(group)
+        out = bool(state.book.queue or state.book.leased_by_expiry)
+        no_more = state.stream.exhausted and not out
+        if len(groups) == settings.groups_per_step:
+            return groups, no_more and state.book.num_buffered == len(groups)
+        if not no_more:
+            return None, False
+        if settings.partial_batch == "drop":
+            for group in groups:
+                state.end_group(group, "cancelled", "the last, partial batch is dropped")
+            return [], True
+        return groups, True
+
+    @property
+    def is_over_budget(self) -> bool:
+        budget = self.state.settings.budget_usd
+        return budget > 0 and self.state.cost_usd >= budget
+
+    def _deliver(self, batch: Batch) -> None:
+        state, seat = self.state, self.state.seat
+        if seat.peer is None:
+            return
+        ready = state.members.ready()
+        state.send(
+            seat.peer,
+            BatchGranted(
+                incarnation=state.lineage.incarnation,
+                step=batch.step,
+                loss_from_step=max(0, batch.step - state.settings.staleness_max),
+                groups=tuple(group.id for group in batch.groups),
+                last=batch.last,
+                workers_ready=len(ready),
+                groups_leased=len(state.book.leases),
+                groups_buffered=state.book.num_buffered,
+                groups_expired=state.ends["expired"],
+                groups_failed=state.ends["failed"],
+                groups_filtered=state.ends["filtered"],
+                tokens_per_s=sum(worker.tokens_per_s for worker in ready),
+                cost_usd=state.cost_usd,
+            ),
+        )
+        for group in batch.groups:
+            assert group.result is not None
+            state.effects.append(
+                DeliverGroup(
+                    seat.peer,
+                    state.lineage.incarnation,
+                    batch.step,
+                    group.id,
+                    group.task,
+                    group.result,
+                )
+            )
+
+    def step_completed(self, peer: PeerId, message: StepCompleted) -> None:
+        if not self._is_current(peer, message.incarnation):
+            return
+        state, seat = self.state, self.state.seat
+        if message.step < state.step:
+            self._acknowledge_step(peer)
+            return
+        if seat.batch is None or seat.batch.step != message.step:
+            raise RemoteProtocolError(
+                f"step {message.step} was completed without its batch, v is {state.step}",
+                reason="wrong_order",
+            )
+        if seat.completing is not None:
+            return
+        for worker, diff in message.mismatch.items():
+            known = state.members.get(PeerId(worker))
+            if known is not None:
+                known.mismatch = diff
+        groups = tuple(group.id for group in seat.batch.groups)
+        seat.completing = state.persist(StepRecorded(message.incarnation, message.step, groups))
+
+    def step_durable(self, record_id: int, record: StepRecorded) -> None:
+        """v advances."""
+        state, seat = self.state, self.state.seat
+        if seat.completing != record_id or seat.batch is None:
+            return  # a new learner took over meanwhile and began before this step
+        batch, seat.batch, seat.completing = seat.batch, None, None
+        for group in batch.groups:
+            state.end_group(group, "trained", "", trained_at=batch.step)
+        state.history.add(batch.step, batch.groups)
+        state.step = batch.step + 1
+        state.emit(
+            "step_completed",
+            incarnation=record.incarnation,
+            step=batch.step,
+            num_groups=len(batch.groups),
+        )
+        if state.granted_at is not None:
+            state.busy_s.add(state.now - state.granted_at)
+        state.expire_late()
+        state.forget_versions()
+        if seat.peer is not None:
+            self._acknowledge_step(seat.peer)
+
+    def _acknowledge_step(self, peer: PeerId) -> None:
+        state = self.state
+        state.send(peer, StepAcknowledged(incarnation=state.lineage.incarnation, step=state.step))
+
+    # ------------------------------------------------- versions, checkpoints, evals
+
+    def published(self, peer: PeerId, message: VersionPublished) -> None:
+        if not self._is_current(peer, message.version.incarnation):
+            return
+        state = self.state
+        known = state.lineage.published.get(message.version)
+        if known is not None and known == message.manifest_digest:
+            state.announcements[message.version] = message  # the origin may have moved
+            self._announce(message)
+            return
+        if message.version.step > state.step:
+            raise RemoteProtocolError(
+                f"version {message.version} was published, v is only {state.step}",
+                reason="wrong_version",
+            )
+        if known is not None:
+            raise RemoteProtocolError(
+                f"version {message.version} is {known[:16]} already, not "
+                f"{message.manifest_digest[:16]}",
+                reason="wrong_digest",
+            )
+        verdict = publish_verdict(
+            message.version.step,
+            last_step=state.lineage.last_published_step(message.version.incarnation),
+            period=state.settings.period,
+            final=message.final,
+        )
+        if not verdict:
+            raise RemoteProtocolError(verdict.reason, reason="wrong_version")
+        if any(
+            isinstance(record, VersionRecorded) and record.version == message.version
+            for record, _ in state.pending.values()
+        ):
+            return
+        state.persist(VersionRecorded(message.version, message.manifest_digest), message)
+
+    def version_durable(self, message: VersionPublished) -> None:
+        state = self.state
+        version = message.version
+        if version.incarnation != state.lineage.incarnation:
+            return
+        state.lineage.published[version] = message.manifest_digest
+        state.announcements[version] = message
+        state.published_at[version] = state.now
+        state.emit(
+            "version_published",
+            incarnation=version.incarnation,
+            step=version.step,
+            manifest_digest=message.manifest_digest,
+            num_bytes=message.num_bytes,
+        )
+        state.forget_versions()
+        self._announce(message)
+
+    def _announce(self, message: VersionPublished) -> None:
+        state = self.state
+        version = message.version
+        if version == state.lineage.newest:
+            state.announce(
+                version, [w.peer for w in state.members.workers.values() if w.installed != version]
+            )
+        if state.seat.peer is not None:
+            state.send(
+                state.seat.peer, PublishAcknowledged(version=version, keep_from=state.keep_from)
+            )
+
+    def checkpoint(self, peer: PeerId, message: CheckpointSaved) -> None:
+        if not self._is_current(peer, message.incarnation):
+            return
+        state = self.state
+        if any(step > state.step for step in message.kept) or not message.kept:
+            raise RemoteProtocolError(
+                f"checkpoints of steps {list(message.kept)} were kept, v is {state.step}",
+                reason="wrong_step",
+            )
+        state.history.keep(message.kept)
+        state.restored_trained = [
+            entry for entry in state.restored_trained if entry[1] >= min(message.kept)
+        ]
+        state.persist(CheckpointRecorded(message.incarnation, message.kept))
+        state.emit(
+            "checkpoint_saved",
+            incarnation=message.incarnation,
+            step=message.step,
+            kept=list(message.kept),
+        )
+        state.forget_versions()
+
+    def eval_request(self, peer: PeerId, message: EvalRequest) -> None:
+        if not self._is_current(peer, message.incarnation):
+            return
+        state = self.state
+        if message.eval_id in state.evals.evals:
+            return
+        if message.version not in state.lineage.published:
+            raise RemoteProtocolError(
+                f"an eval of version {message.version} was asked for, which is not published",
+                reason="wrong_version",
+            )
+        if len(state.evals.evals) >= EVALS_MAX:
+            raise RemoteProtocolError(
+                f"{EVALS_MAX} evals are under way, the most allowed", reason="too_many"
+            )
+        state.evals.begin(message, peer)
+
+    # --------------------------------------------------------------------- helpers
+
+    def _is_current(self, peer: PeerId, incarnation: int) -> bool:
+        """Does the message come from the learner in the seat? A fenced one is told so."""
+        state, seat = self.state, self.state.seat
+        current = state.lineage.incarnation
+        if incarnation < current:
+            state.send(peer, Fenced(incarnation=incarnation, by=current))
+            return False
+        if seat.peer != peer or incarnation > current or not seat.welcomed:
+            raise RemoteProtocolError(
+                f"{peer} is not the learner here: say hello first", reason="unknown_peer"
+            )
+        seat.heard_at = max(seat.heard_at, state.now)
+        if seat.silent:
+            seat.silent = False
+            state.emit("learner_returned", incarnation=current)
+        return True

@@ -1,0 +1,78 @@
+"""Who is here: workers by peer, their state, what they have installed, their rates.
+
+joining -> syncing -> ready -> draining
+             \\__________|________/
+                  suspect (silent)  -> gone (forgotten; its leases are given to others)
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from echo2.core.estimates import Estimate
+from echo2.types import PeerId, Version
+
+
+class WorkerState(enum.Enum):
+    SYNCING = "syncing"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+@dataclass(slots=True)
+class Worker:
+    """`latency_s` of a lease from grant to result; `slowest_rate` in tokens/s of a lease."""
+
+    peer: PeerId
+    engine: str
+    precision: str
+    on_update: str
+    slots: int
+    price_usd_per_h: float
+    environment_version: str
+    joined_at: float
+    heard_at: float
+    state: WorkerState = WorkerState.SYNCING
+    suspect: bool = False
+    installed: Version | None = None
+    announced: Version | None = None
+    tokens_per_s: float = 0.0
+    mismatch: float | None = None
+    latency_s: Estimate = field(default_factory=Estimate)
+    install_s: Estimate = field(default_factory=Estimate)
+    slowest_rate: float | None = None
+    leased_at: float = 0.0
+
+    @property
+    def state_name(self) -> str:
+        return "suspect" if self.suspect else self.state.value
+
+    @property
+    def may_lease(self) -> bool:
+        return self.state is WorkerState.READY and not self.suspect and self.installed is not None
+
+
+class Members:
+    """All workers that are here. Bounded by `workers_max`."""
+
+    def __init__(self, *, workers_max: int = 10_000) -> None:
+        self.workers_max = workers_max
+        self.workers: dict[PeerId, Worker] = {}
+
+    def get(self, peer: PeerId) -> Worker | None:
+        return self.workers.get(peer)
+
+    def heard(self, peer: PeerId, now: float) -> Worker | None:
+        """Note a sign of life; a suspect is trusted again."""
+        worker = self.workers.get(peer)
+        if worker is not None:
+            worker.heard_at = max(worker.heard_at, now)
+            worker.suspect = False
+        return worker
+
+    def ready(self) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.may_lease]
+
+    def silent(self, now: float, *, longer_than_s: float) -> list[Worker]:
+        return [w for w in self.workers.values() if now - w.heard_at > longer_than_s]

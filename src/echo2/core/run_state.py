@@ -1,0 +1,344 @@
+"""Everything the coordinator knows, in one place, and the few operations that all desks share.
+
+`WorkerDesk`, `LearnerDesk` and `Dispatcher` decide; this holds what they decide over, and
+collects the effects of the event under way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from echo2.core.buffer import GroupBook
+from echo2.core.effects import Effect, Emit, Finish, Persist, Send
+from echo2.core.estimates import Estimate
+from echo2.core.evals import Eval, Evals
+from echo2.core.group import End, Group, GroupState, Lease
+from echo2.core.history import TrainedHistory
+from echo2.core.lineage import Lineage
+from echo2.core.membership import Members
+from echo2.core.records import Record
+from echo2.core.settings import CoordinatorSettings
+from echo2.core.task_queue import TaskStream
+from echo2.messages import (
+    LeaseRevoked,
+    Message,
+    Refused,
+    Shutdown,
+    VersionAnnounced,
+    VersionPublished,
+)
+from echo2.types import GroupId, LeaseId, PeerId, Version
+
+RECENT_LEASES_MAX = 65_536
+
+
+@dataclass(slots=True)
+class Batch:
+    """Groups leased to the learner step that trains at version `step`."""
+
+    step: int
+    groups: list[Group]
+    last: bool
+
+
+@dataclass(slots=True)
+class Seat:
+    """The learner's place. `peer` is None while nobody sits there; `wanted_step` is the
+    batch that it waits for; `completing` names the record that makes its step durable."""
+
+    peer: PeerId | None = None
+    hello_id: str = ""
+    welcomed: bool = False
+    silent: bool = False
+    heard_at: float = 0.0
+    vacant_since: float = 0.0
+    text: str = ""
+    wanted_step: int | None = None
+    batch: Batch | None = None
+    completing: int | None = None
+    told_text: str = ""
+    told_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What an earlier coordinator of this run left in its records.
+
+    `trained`: groups trained at or after the oldest kept checkpoint, with v and the
+    incarnation that trained them; `open_indexes`: tasks below `next_index` that never ended.
+    """
+
+    incarnation: int
+    step: int
+    starts: tuple[tuple[int, int], ...]
+    next_index: int
+    open_indexes: tuple[int, ...]
+    trained: tuple[tuple[GroupId, int], ...]
+    kept: tuple[int, ...]
+    ends: dict[str, int] = field(default_factory=dict)
+
+
+class RunState:
+    """`step` is v. `pending` holds records that are not durable yet, by id."""
+
+    def __init__(self, settings: CoordinatorSettings, restored: Restored | None = None) -> None:
+        self.settings = settings
+        self.now = 0.0
+        self.step = 0
+        self.lineage = Lineage()
+        self.book = GroupBook(staleness_max=settings.staleness_max)
+        self.history = TrainedHistory(staleness_max=settings.staleness_max)
+        self.members = Members()
+        self.evals = Evals()
+        self.seat = Seat()
+        self.stream = TaskStream()
+        self.announcements: dict[Version, VersionPublished] = {}
+        self.published_at: dict[Version, float] = {}
+        self.pending: dict[int, tuple[Record, Any]] = {}
+        self.next_record_id = 1
+        self.next_lease = 1
+        self.recent_leases: OrderedDict[LeaseId, None] = OrderedDict()
+        self.ends: Counter[str] = Counter()
+        self.failed_in_row = 0
+        self.cost_usd = 0.0
+        self.costed_at: float | None = None
+        self.environment_version = ""
+        self.finished: Finish | None = None
+        self.no_worker_since: float | None = None
+        self.busy_s = Estimate()
+        self.bcast_s = Estimate()
+        self.turns_max = 1
+        self.granted_at: float | None = None
+        self.is_fresh = restored is None
+        self.restored_trained: list[tuple[GroupId, int]] = []
+        self.effects: list[Effect] = []
+        if restored is not None:
+            self._restore(restored)
+
+    def _restore(self, restored: Restored) -> None:
+        self.step = restored.step
+        self.lineage.starts = list(restored.starts)
+        self.stream = TaskStream(next_index=restored.next_index, again=restored.open_indexes)
+        self.history.kept = restored.kept
+        self.ends.update(restored.ends)
+        self.restored_trained = list(restored.trained)
+
+    # ------------------------------------------------------------------ reading
+
+    @property
+    def next_step(self) -> int:
+        """f: the version at which the next batch will be trained."""
+        return self.step + 1 if self.seat.batch is not None else self.step
+
+    def is_admissible(self, group: Group, step: int) -> bool:
+        """Has the group enough inside the window to be trained at version `step`?"""
+        result = group.result
+        if result is None:
+            return False
+        if self.settings.late == "mask":
+            low = max(0, step - self.settings.staleness_max)
+            return result.tokens_from(low) >= self.settings.mask_min_tokens
+        return self.book.expiry(group) >= step
+
+    # ------------------------------------------------------------------ effects
+
+    def send(self, peer: PeerId, message: Message) -> None:
+        self.effects.append(Send(peer, message))
+
+    def emit(self, event: str, **fields: Any) -> None:
+        self.effects.append(Emit(event, fields))
+
+    def persist(self, record: Record, context: Any = None) -> int:
+        record_id = self.next_record_id
+        self.next_record_id += 1
+        self.pending[record_id] = (record, context)
+        self.effects.append(Persist(record_id, record))
+        return record_id
+
+    def refuse(self, peer: PeerId, reason: str, text: str) -> None:
+        """Refuse a hello for good."""
+        self.send(peer, Refused(reason=reason, text=text[:2048], fatal=True))
+        self.emit("peer_refused", peer=peer, reason=reason, text=text)
+
+    # ---------------------------------------------------------- groups and leases
+
+    def end_group(
+        self, group: Group, end: End, reason: str, *, trained_at: int | None = None
+    ) -> None:
+        """The group ends, once; its live lease, if any, is revoked."""
+        result = group.result
+        low = 0 if trained_at is None else max(0, trained_at - self.settings.staleness_max)
+        oldest = result.min_version_from(low) if result is not None else None
+        newest = result.max_version if result is not None else None
+        tokens = result.tokens if result is not None else (group.lease.tokens if group.lease else 0)
+        worker = (
+            result.worker if result is not None else (group.lease.worker if group.lease else None)
+        )
+        self.emit(
+            "group_ended",
+            group_id=group.id,
+            end=end,
+            reason=reason,
+            worker=worker,
+            incarnation=self.lineage.incarnation,
+            min_version=oldest.step if oldest else None,
+            max_version=newest.step if newest else None,
+            min_incarnation=oldest.incarnation if oldest else None,
+            max_incarnation=newest.incarnation if newest else None,
+            trained_at=trained_at,
+            tokens=tokens,
+            reward_mean=result.reward_mean if result is not None else None,
+            attempts=group.attempts,
+        )
+        self.ends[end] += 1
+        self.failed_in_row = self.failed_in_row + 1 if end == "failed" else 0
+        lease = self.book.end(group)
+        if lease is not None:
+            self.revoke_at_worker(lease, reason)
+
+    def lose_lease(self, lease: Lease, reason: str, *, counted: bool, tell: bool) -> None:
+        """A lease ended without a result: the group is leased again, or has failed.
+
+        `counted`: it used up one of the group's attempts. `tell`: the worker may still work
+        on it and is told to stop.
+        """
+        group = self.book.groups[lease.group]
+        group.avoid = lease.worker if counted else None
+        if not counted:
+            group.attempts -= 1
+        if tell:
+            self.emit(
+                "lease_revoked",
+                group_id=group.id,
+                lease=lease.id,
+                worker=lease.worker,
+                reason=reason,
+            )
+        if counted and group.attempts >= self.settings.attempts_max:
+            self.end_group(group, "failed", f"{group.attempts} attempts, the last: {reason}")
+        else:
+            self.book.requeue(group, reason)
+            if tell:
+                self.revoke_at_worker(lease, reason)
+
+    def revoke_at_worker(self, lease: Lease, reason: str) -> None:
+        if self.members.get(lease.worker) is not None:
+            self.send(lease.worker, LeaseRevoked(lease=lease.id, reason=reason[:2048]))
+
+    def note_settled(self, lease: LeaseId) -> None:
+        """Remember an accepted lease, so that a repeated result is called a duplicate."""
+        self.recent_leases[lease] = None
+        while len(self.recent_leases) > RECENT_LEASES_MAX:
+            self.recent_leases.popitem(last=False)
+
+    def expire_late(self) -> None:
+        """f moved: end or revoke what has no place in any batch any more."""
+        step = self.next_step
+        for group in list(self.book.earliest_first()):
+            if not self.is_admissible(group, step):
+                self.end_group(group, "expired", self.expired_reason(group, step))
+        if self.settings.late == "mask":
+            return
+        for expiry in [e for e in self.book.leased_by_expiry if e < step]:
+            for lease in [
+                lease
+                for lease in self.book.leases.values()
+                if self.book.expiry(self.book.groups[lease.group]) == expiry
+            ]:
+                group = self.book.groups[lease.group]
+                reason = self.expired_reason(group, step)
+                if self.settings.late == "drop":
+                    self.end_group(group, "expired", reason)
+                else:
+                    self.lose_lease(lease, reason, counted=False, tell=True)
+
+    def expired_reason(self, group: Group, step: int) -> str:
+        sampled = self.book.expiry(group) - self.settings.staleness_max
+        low = max(0, step - self.settings.staleness_max)
+        return (
+            f"sampled by version {sampled}, window is [{low}, {step}]; "
+            "raise staleness.max or add workers"
+        )
+
+    # ------------------------------------------------------------------ versions
+
+    def announce(self, version: Version, peers: list[PeerId]) -> None:
+        published = self.announcements[version]
+        message = VersionAnnounced(
+            version=version,
+            manifest_digest=published.manifest_digest,
+            num_bytes=published.num_bytes,
+            origin=published.origin,
+            origin_key=published.origin_key,
+            assets_digest=published.assets_digest,
+            probe_length=published.probe_length,
+            probe_tokens=published.probe_tokens,
+            probe_logprobs=published.probe_logprobs,
+        )
+        for peer in peers:
+            worker = self.members.get(peer)
+            if worker is not None:
+                worker.announced = version
+            self.send(peer, message)
+
+    @property
+    def keep_from(self) -> int:
+        """Versions below this step are needed by no lease, eval or recomputation."""
+        newest = self.lineage.newest
+        low = self.step - self.settings.staleness_max
+        if newest is not None:
+            low = min(low, newest.step)
+        low = min([low, *(e.version.step for e in self.evals.evals.values())])
+        return max(0, low)
+
+    def forget_versions(self) -> None:
+        """Drop what the registry of versions needs no more."""
+        low = min(self.step, self.history.oldest_kept) - self.settings.staleness_max - 1
+        low = min([low, *(lease.version.step for lease in self.book.leases.values())])
+        low = min([low, *(e.version.step for e in self.evals.evals.values())])
+        if self.settings.late == "mask":
+            for group in self.book.in_state(GroupState.BUFFERED, GroupState.STORING):
+                if group.result is not None:
+                    low = min(low, group.result.min_version.step)
+        self.lineage.forget_below(low)
+        for version in [v for v in self.announcements if v not in self.lineage.published]:
+            del self.announcements[version]
+            self.published_at.pop(version, None)
+
+    # ------------------------------------------------------------------- the end
+
+    def finish(self, *, ok: bool, finished: bool, reason: str) -> None:
+        """End the coordinator's work; with `finished` the run itself is over."""
+        if self.finished is not None:
+            return
+        if finished:
+            for group in list(self.book.groups.values()):
+                if group.attempts or group.result is not None:
+                    self.end_group(group, "cancelled", "the run is over")
+        for eval_id in list(self.evals.evals):
+            self.end_eval(self.evals.cancel(eval_id, "the run is over"))
+        self.evals.evals.clear()
+        message = Shutdown(reason=reason[:2048], finished=finished)
+        for peer in self.members.workers:
+            self.send(peer, message)
+        if self.seat.peer is not None:
+            self.send(self.seat.peer, message)
+        self.emit("run_finished", reason=reason, finished=finished)
+        self.finished = Finish(ok=ok, finished=finished, reason=reason)
+        self.effects.append(self.finished)
+
+    def end_eval(self, found: Eval) -> None:
+        result = found.result()
+        self.send(found.learner, result)
+        self.emit(
+            "eval_ended",
+            eval_id=result.eval_id,
+            incarnation=result.version.incarnation,
+            step=result.version.step,
+            num_asked=result.num_asked,
+            num_done=result.num_done,
+            reward_mean=result.reward_mean,
+            reason=result.reason,
+        )

@@ -1,0 +1,48 @@
+"""What the core needs to know of a configuration, in plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from echo2.types import Sampling
+
+Late = Literal["wait", "drop", "mask"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorSettings:
+    """Names and units as in the TOML schema (`echo2.config`), which documents them."""
+
+    run_id: str
+    staleness_max: int
+    late: Late = "wait"
+    period: int = 1
+    mask_min_tokens: int = 1
+    groups_per_step: int = 1
+    group_size: int = 1
+    lead_steps: float | None = None
+    attempts_max: int = 3
+    stall_s: float = 60.0
+    lease_max_s: float = 3600.0
+    tasks_ahead: int = 4
+    tasks_bytes_max: int = 256 << 20
+    sampling: Sampling = field(default_factory=Sampling)
+    filter_zero_variance: bool = False
+    partial_batch: Literal["train", "drop"] = "train"
+    heartbeat_interval_s: float = 1.0
+    suspect_s: float = 5.0
+    gone_s: float = 15.0
+    environment: str = "null"
+    environment_settings: str = "{}"
+    eval_hold_s: float = 30.0
+    no_worker_timeout_s: float = 300.0
+    learner_timeout_s: float = 600.0
+    learner_usd_per_h: float = 0.0
+    budget_usd: float = 0.0
+    seed: int = 0
+
+    @property
+    def buffer_max(self) -> int:
+        """Most groups that may be buffered or leased at once: R·(S + 1)."""
+        return self.groups_per_step * (self.staleness_max + 1)

@@ -1,0 +1,444 @@
+"""What workers tell the coordinator: hellos, heartbeats, installs, results, failures.
+
+Each handler first checks the message against what is known and raises RemoteProtocolError
+before anything changes; then it changes the state and leaves effects.
+"""
+
+from __future__ import annotations
+
+from echo2.core.group import Group, GroupState, StoredResult
+from echo2.core.membership import Worker, WorkerState
+from echo2.core.records import GroupStored
+from echo2.core.run_state import RunState
+from echo2.core.staleness import ALLOWED, Verdict, expiry_step, pacing_verdict
+from echo2.errors import RemoteProtocolError
+from echo2.messages import (
+    PROTOCOL,
+    Draining,
+    Goodbye,
+    GroupAcknowledged,
+    GroupResult,
+    Heartbeat,
+    HeartbeatEcho,
+    InstallFailed,
+    LeaseFailed,
+    VersionInstalled,
+    WorkerHello,
+    WorkerWelcome,
+)
+from echo2.types import PeerId
+
+
+class WorkerDesk:
+    def __init__(self, state: RunState) -> None:
+        self.state = state
+
+    # --------------------------------------------------------------- coming, going
+
+    def hello(self, peer: PeerId, hello: WorkerHello) -> None:
+        state, settings = self.state, self.state.settings
+        refusal = self._refusal(hello)
+        if refusal is not None:
+            state.refuse(peer, *refusal)
+            return
+        known = state.members.get(peer)
+        if known is None and len(state.members.workers) >= state.members.workers_max:
+            state.refuse(
+                peer, "full", f"{state.members.workers_max} workers are here, the most allowed"
+            )
+            return
+        worker = Worker(
+            peer=peer,
+            engine=hello.engine,
+            precision=hello.precision,
+            on_update=hello.on_update,
+            slots=hello.slots,
+            price_usd_per_h=hello.price_usd_per_h,
+            environment_version=hello.environment_version,
+            joined_at=state.now,
+            heard_at=state.now,
+        )
+        if known is not None:
+            worker.latency_s, worker.install_s = known.latency_s, known.install_s
+            worker.slowest_rate, worker.mismatch = known.slowest_rate, known.mismatch
+        if hello.installed is not None and hello.installed in state.lineage.published:
+            worker.installed = hello.installed
+            worker.state = WorkerState.READY
+        state.members.workers[peer] = worker
+        held = set(hello.held)
+        alive = []
+        for lease in state.book.leases_of(peer):
+            if lease.id in held and worker.installed is not None:
+                lease.progressed_at = state.now
+                alive.append(lease.id)
+            else:
+                state.lose_lease(lease, f"{peer} came back without it", counted=True, tell=False)
+        for eval_lease in state.evals.leases_of(peer):
+            if eval_lease.id in held:
+                alive.append(eval_lease.id)
+            else:
+                state.evals.give_back(eval_lease.id, f"{peer} came back without it")
+        newest = state.lineage.newest
+        published = state.announcements.get(newest) if newest is not None else None
+        state.send(
+            peer,
+            WorkerWelcome(
+                protocol=PROTOCOL,
+                run_id=settings.run_id,
+                worker=peer,
+                heartbeat_interval_s=settings.heartbeat_interval_s,
+                silence_max_s=settings.gone_s,
+                environment=settings.environment,
+                settings=settings.environment_settings,
+                assets_digest=published.assets_digest if published else "",
+                origin=published.origin if published else "",
+                origin_key=published.origin_key if published else "",
+                alive=tuple(alive),
+            ),
+        )
+        if known is None:
+            state.emit(
+                "worker_joined",
+                worker=peer,
+                engine=hello.engine,
+                precision=hello.precision,
+                slots=hello.slots,
+            )
+        if newest is not None and worker.installed != newest:
+            state.announce(newest, [peer])
+
+    def _refusal(self, hello: WorkerHello) -> tuple[str, str] | None:
+        settings = self.state.settings
+        if hello.protocol != PROTOCOL:
+            return (
+                "protocol",
+                f"this coordinator speaks protocol {PROTOCOL}, the worker (echo2 "
+                f"{hello.echo2_version}) speaks {hello.protocol}; install the same echo2 on both",
+            )
+        if hello.run_id and hello.run_id != settings.run_id:
+            return ("run", f"this is run {settings.run_id}, the worker belongs to {hello.run_id}")
+        if hello.environment != settings.environment:
+            return (
+                "environment",
+                f"this run's environment is {settings.environment!r}, the worker has "
+                f"{hello.environment!r}; give it the run's configuration",
+            )
+        return self.environment_refusal(hello.environment_version)
+
+    def environment_refusal(self, version: str) -> tuple[str, str] | None:
+        """A worker must have the learner's version of the environment's package."""
+        wanted = self.state.environment_version
+        if wanted and version and version != wanted:
+            return (
+                "environment_version",
+                f"environment {self.state.settings.environment!r}: the learner has version "
+                f"{wanted}, the worker {version}; pip install the package at {wanted}",
+            )
+        return None
+
+    def draining(self, peer: PeerId, message: Draining) -> None:
+        worker = self._member(peer)
+        worker.state = WorkerState.DRAINING
+        self.state.emit("worker_draining", worker=peer, reason=message.reason)
+
+    def goodbye(self, peer: PeerId, message: Goodbye) -> None:
+        self._member(peer)
+        self.leave(peer, message.reason)
+
+    def leave(self, peer: PeerId, reason: str) -> None:
+        """The worker is gone: its leases go to others."""
+        state = self.state
+        del state.members.workers[peer]
+        for lease in state.book.leases_of(peer):
+            state.lose_lease(lease, f"{peer} is gone: {reason}", counted=True, tell=False)
+            state.emit(
+                "lease_revoked",
+                group_id=lease.group,
+                lease=lease.id,
+                worker=peer,
+                reason=f"{peer} is gone: {reason}",
+            )
+        for eval_lease in state.evals.leases_of(peer):
+            state.evals.give_back(eval_lease.id, f"{peer} is gone: {reason}")
+        state.emit("worker_gone", worker=peer, reason=reason)
+
+    def heartbeat(self, peer: PeerId, message: Heartbeat) -> None:
+        worker = self._member(peer)
+        worker.tokens_per_s = message.tokens_per_s
+        for lease in self.state.book.leases_of(peer):
+            tokens = message.lease_tokens.get(lease.id, 0)
+            if tokens > lease.tokens:
+                lease.tokens, lease.progressed_at = tokens, self.state.now
+        for eval_lease in self.state.evals.leases_of(peer):
+            tokens = message.lease_tokens.get(eval_lease.id, 0)
+            if tokens > eval_lease.tokens:
+                eval_lease.tokens, eval_lease.progressed_at = tokens, self.state.now
+        self.state.send(peer, HeartbeatEcho(sequence=message.sequence))
+
+    # -------------------------------------------------------------------- installs
+
+    def installed(self, peer: PeerId, message: VersionInstalled) -> None:
+        state = self.state
+        worker = self._member(peer)
+        digest = state.lineage.published.get(message.version)
+        if digest is None:
+            raise RemoteProtocolError(
+                f"{peer} installed version {message.version}, which was never published",
+                reason="unknown_version",
+            )
+        if digest != message.manifest_digest:
+            raise RemoteProtocolError(
+                f"{peer} installed {message.manifest_digest[:16]} as version {message.version}, "
+                f"which is {digest[:16]}",
+                reason="wrong_digest",
+            )
+        first = worker.installed is None
+        worker.installed = message.version
+        worker.install_s.add(message.install_s)
+        if worker.state is WorkerState.SYNCING:
+            worker.state = WorkerState.READY
+        announced_at = state.published_at.get(message.version)
+        if not first and announced_at is not None:
+            state.bcast_s.add(state.now - announced_at)
+        for lease in state.evals.leases_of(peer):
+            found = state.evals.of_lease(lease.id)
+            if found is not None and found.version != message.version:
+                state.evals.give_back(lease.id, f"{peer} serves {message.version} now")
+        state.emit(
+            "version_installed",
+            worker=peer,
+            incarnation=message.version.incarnation,
+            step=message.version.step,
+            manifest_digest=message.manifest_digest,
+            fetch_s=message.fetch_s,
+            install_s=message.install_s,
+            pause_s=message.pause_s,
+            canary_diff=message.canary_diff,
+        )
+        if first:
+            state.emit("worker_ready", worker=peer)
+
+    def install_failed(self, peer: PeerId, message: InstallFailed) -> None:
+        state = self.state
+        worker = self._member(peer)
+        serving = message.serving
+        worker.installed = serving if serving in state.lineage.published else None
+        if worker.installed is None and worker.state is WorkerState.READY:
+            worker.state = WorkerState.SYNCING
+        state.emit(
+            "install_failed",
+            worker=peer,
+            incarnation=message.version.incarnation,
+            step=message.version.step,
+            stage=message.stage,
+            text=message.text,
+        )
+
+    # --------------------------------------------------------------------- results
+
+    def result(self, peer: PeerId, message: GroupResult) -> None:
+        state = self.state
+        self._member(peer)
+        if state.evals.of_lease(message.lease) is not None:
+            self._eval_result(peer, message)
+            return
+        group = state.book.groups.get(message.group)
+        lease = group.known_leases.get(message.lease) if group is not None else None
+        if group is None or lease is None:
+            known = message.lease in state.recent_leases
+            self._acknowledge(peer, message, "duplicate" if known else "superseded")
+            return
+        if lease.worker != peer:
+            raise RemoteProtocolError(
+                f"lease {message.lease} was granted to {lease.worker}, not to {peer}",
+                reason="wrong_lease",
+            )
+        if group.state not in (GroupState.LEASED, GroupState.QUEUED):
+            same = group.result is not None and group.result.lease == message.lease
+            if same and group.state is GroupState.STORING:
+                return  # the acknowledgement follows when it is durable
+            self._acknowledge(peer, message, "duplicate" if same else "superseded")
+            return
+        result = StoredResult(lease.id, peer, message.trajectories, message)
+        refusal = self._result_refusal(group, result)
+        if not refusal:
+            self._acknowledge(peer, message, "refused", refusal.reason)
+            state.emit("result_refused", group_id=group.id, worker=peer, reason=refusal.reason)
+            if group.lease is lease:
+                state.lose_lease(lease, refusal.reason, counted=True, tell=False)
+            return
+        if not self._has_place(group, result):
+            self._late(peer, message, group, result)
+            return
+        self._measure(lease.granted_at, group, result)
+        ended = state.book.store(group, result, state.next_record_id)
+        if ended is not None and ended.id != lease.id:
+            state.revoke_at_worker(ended, f"{peer} delivered the group first")
+        state.persist(GroupStored(group.id, lease.id, peer, message), group)
+
+    def _result_refusal(self, group: Group, result: StoredResult) -> Verdict:
+        """What no honest worker sends."""
+        state = self.state
+        if len(result.trajectories) != state.settings.group_size:
+            return Verdict(
+                ok=False,
+                reason=f"{len(result.trajectories)} trajectories, a group has "
+                f"{state.settings.group_size}",
+            )
+        for header in result.trajectories:
+            if header.num_sampled > sum(span.end - span.start for span in header.spans):
+                return Verdict(ok=False, reason="sampled tokens that no span names")
+        verdict = state.lineage.all_verdict(result.trajectories, step=state.step)
+        if not verdict:
+            return verdict
+        leased = group.known_leases[result.lease].version
+        if result.min_version < leased:
+            return Verdict(
+                ok=False,
+                reason=f"tokens of version {result.min_version}, but the lease began at {leased}",
+            )
+        return ALLOWED
+
+    def _has_place(self, group: Group, result: StoredResult) -> bool:
+        """Is the result admissible, and does pacing have room for it where it expires?
+
+        A live lease has its room already. A revoked one's late result may bring an earlier
+        expiry than what the group is counted for now.
+        """
+        state = self.state
+        step = state.next_step
+        if state.settings.late == "mask":
+            low = max(0, step - state.settings.staleness_max)
+            return result.tokens_from(low) >= state.settings.mask_min_tokens
+        expiry = expiry_step(result.min_version.step, staleness_max=state.settings.staleness_max)
+        if expiry < step:
+            return False
+        if group.lease is not None and group.lease.id == result.lease:
+            return True
+        held = dict(state.book.held_by_expiry)
+        if group.lease is not None:
+            held[state.book.expiry(group)] -= 1
+        return bool(
+            pacing_verdict(
+                held,
+                new_expiry=expiry,
+                next_step=step,
+                groups_per_step=state.settings.groups_per_step,
+            )
+        )
+
+    def _late(self, peer: PeerId, message: GroupResult, group: Group, result: StoredResult) -> None:
+        """A result without a place: expired if it was the group's own lease."""
+        state = self.state
+        own = group.lease is not None and group.lease.id == result.lease
+        if own and state.settings.late != "wait":
+            state.book.store(group, result, 0)
+            state.end_group(group, "expired", state.expired_reason(group, state.next_step))
+            self._acknowledge(peer, message, "accepted", "expired")
+            state.note_settled(result.lease)
+            return
+        if own and group.lease is not None:
+            state.lose_lease(
+                group.lease,
+                state.expired_reason(group, state.next_step),
+                counted=False,
+                tell=False,
+            )
+        self._acknowledge(peer, message, "superseded", "no batch has room for it any more")
+
+    def _eval_result(self, peer: PeerId, message: GroupResult) -> None:
+        state = self.state
+        found = state.evals.of_lease(message.lease)
+        assert found is not None
+        lease = found.leases[message.lease]
+        if lease.worker != peer:
+            raise RemoteProtocolError(
+                f"eval lease {lease.id} was granted to {lease.worker}, not to {peer}",
+                reason="wrong_lease",
+            )
+        versions = {span.version for t in message.trajectories for span in t.spans}
+        if versions != {found.version}:
+            text = f"evaluated {sorted(map(str, versions))} instead of {found.version}"
+            state.evals.give_back(lease.id, text)
+            self._acknowledge(peer, message, "refused", text)
+            return
+        state.evals.score(lease.id, message.trajectories)
+        state.note_settled(lease.id)
+        self._acknowledge(peer, message, "accepted")
+
+    def stored(self, record_id: int, record: GroupStored, group: Group) -> None:
+        """The result is durable: acknowledge it, and let it into the buffer."""
+        state = self.state
+        message = record.payload
+        assert isinstance(message, GroupResult)
+        if group.state is not GroupState.STORING or group.record_id != record_id:
+            self._acknowledge(record.worker, message, "superseded", "the learner was rewound")
+            return
+        state.note_settled(record.lease)
+        self._acknowledge(record.worker, message, "accepted")
+        result = group.result
+        assert result is not None
+        if not state.is_admissible(group, state.next_step):
+            state.end_group(group, "expired", state.expired_reason(group, state.next_step))
+        elif state.settings.filter_zero_variance and not result.has_reward_variance:
+            state.end_group(group, "filtered", "all rewards of the group are equal")
+        else:
+            state.book.admit(group)
+            state.failed_in_row = 0
+
+    def failed(self, peer: PeerId, message: LeaseFailed) -> None:
+        state = self.state
+        self._member(peer)
+        self.state.send(
+            peer, GroupAcknowledged(group=message.group, lease=message.lease, outcome="accepted")
+        )
+        if state.evals.of_lease(message.lease) is not None:
+            state.evals.give_back(message.lease, message.text)
+            return
+        lease = state.book.leases.get(message.lease)
+        if lease is None or lease.worker != peer:
+            return  # revoked meanwhile
+        reason = f"{message.stage}: {message.text}"
+        state.emit(
+            "lease_failed",
+            group_id=lease.group,
+            lease=lease.id,
+            worker=peer,
+            stage=message.stage,
+            reason=message.text,
+        )
+        state.lose_lease(lease, reason, counted=message.stage != "draining", tell=False)
+
+    # --------------------------------------------------------------------- helpers
+
+    def _member(self, peer: PeerId) -> Worker:
+        worker = self.state.members.heard(peer, self.state.now)
+        if worker is None:
+            raise RemoteProtocolError(
+                f"{peer} is not known here: say hello first", reason="unknown_peer"
+            )
+        return worker
+
+    def _acknowledge(
+        self, peer: PeerId, message: GroupResult, outcome: str, reason: str = ""
+    ) -> None:
+        self.state.send(
+            peer,
+            GroupAcknowledged(
+                group=message.group,
+                lease=message.lease,
+                outcome=outcome,  # type: ignore[arg-type]
+                reason=reason[:2048],
+            ),
+        )
+
+    def _measure(self, granted_at: float, group: Group, result: StoredResult) -> None:
+        state = self.state
+        worker = state.members.get(result.worker)
+        seconds = max(1e-6, state.now - granted_at)
+        state.turns_max = max([state.turns_max, *(t.num_turns for t in result.trajectories)])
+        if worker is not None:
+            worker.latency_s.add(seconds)
+            rate = result.tokens / seconds
+            if rate > 0:
+                worker.slowest_rate = min(rate, worker.slowest_rate or rate)
