@@ -75,3 +75,11 @@ class LearnerError(Echo2Error):
 
 class WaitTimeoutError(Echo2Error):
     """A wait ended at its deadline; the text names what was waited for, and who owed it."""
+
+
+class RunEndedError(Echo2Error):
+    """The coordinator ended (the run, or only itself); the text says why."""
+
+    def __init__(self, text: str, *, finished: bool = False) -> None:
+        self.finished = finished
+        super().__init__(text)

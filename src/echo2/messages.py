@@ -311,6 +311,12 @@ class GroupAcknowledged(Message):
     reason: Text = ""
 
 
+@message(_R, "worker learner", "coordinator")
+class LaneOpened(Message):
+    """First message of a peer in the rollouts lane: a ROUTER can answer only those that it
+    has heard. Sent at the start and after each welcome."""
+
+
 @message(_C, "worker learner", "coordinator")
 class Draining(Message):
     """No new leases, please: this peer is about to leave."""

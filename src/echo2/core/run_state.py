@@ -77,6 +77,7 @@ class Restored:
     open_indexes: tuple[int, ...]
     trained: tuple[tuple[GroupId, int], ...]
     kept: tuple[int, ...]
+    published: tuple[tuple[Version, str], ...] = ()
     ends: dict[str, int] = field(default_factory=dict)
 
 
@@ -120,6 +121,7 @@ class RunState:
     def _restore(self, restored: Restored) -> None:
         self.step = restored.step
         self.lineage.starts = list(restored.starts)
+        self.lineage.published = dict(restored.published)
         self.stream = TaskStream(next_index=restored.next_index, again=restored.open_indexes)
         self.history.kept = restored.kept
         self.ends.update(restored.ends)

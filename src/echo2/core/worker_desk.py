@@ -104,7 +104,7 @@ class WorkerDesk:
                 precision=hello.precision,
                 slots=hello.slots,
             )
-        if newest is not None and worker.installed != newest:
+        if newest is not None and published is not None and worker.installed != newest:
             state.announce(newest, [peer])
 
     def _refusal(self, hello: WorkerHello) -> tuple[str, str] | None:

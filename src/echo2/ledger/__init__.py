@@ -1,1 +1,1 @@
-
+"""The durable record of groups, versions and steps."""

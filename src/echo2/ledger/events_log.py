@@ -1,0 +1,135 @@
+"""events.jsonl: one JSON object for each thing that happened, appended and never changed.
+
+Lines are written before the messages that follow from them are sent, so what a peer was
+told is in the file. A line that a crash tore is cut off at the next start. `restore` reads
+the file of an earlier coordinator of the same run: incarnations, v, how each group ended.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from echo2.core.run_state import Restored
+from echo2.core.task_queue import index_of
+from echo2.errors import ConfigError
+from echo2.types import GroupId, Version
+
+
+class EventsLog:
+    """Appends to `path`; `write` then `flush`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: BinaryIO | None = None
+
+    def open(self) -> None:
+        """Cut off a torn last line, then append. ConfigError when it cannot be written."""
+        try:
+            self._file = self.path.open("a+b")
+            _cut_torn_line(self._file)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} cannot be written ({error.strerror}); free space or give another "
+                "--run-dir"
+            ) from error
+
+    def write(self, event: str, fields: dict[str, Any]) -> None:
+        assert self._file is not None, "open it first"
+        line = {"time": round(time.time(), 6), "event": event, **fields}
+        self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+
+    def flush(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _cut_torn_line(file: BinaryIO) -> None:
+    end = file.seek(0, 2)
+    keep = end
+    while keep > 0:
+        start = max(0, keep - 65536)
+        file.seek(start)
+        block = file.read(keep - start)
+        newline = block.rfind(b"\n")
+        if newline >= 0:
+            keep = start + newline + 1
+            break
+        keep = start
+    if keep < end:
+        file.truncate(keep)
+    file.seek(0, 2)
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of an events file. ConfigError for one that is not JSON."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ConfigError(
+                    f"{path} line {number} is not JSON ({error}); move the file away to begin "
+                    "anew, or restore it from a copy"
+                ) from error
+
+
+def restore(path: Path) -> Restored | None:
+    """What an earlier coordinator recorded, or None when there was none."""
+    if not path.exists():
+        return None
+    ended: dict[int, tuple[str, int]] = {}
+    starts: list[tuple[int, int]] = []
+    step, highest = 0, -1
+    kept: tuple[int, ...] = (0,)
+    published: dict[Version, str] = {}
+    for line in read_events(path):
+        match line.get("event"):
+            case "group_ended":
+                index = index_of(GroupId(line["group_id"]))
+                highest = max(highest, index)
+                trained_at = line["trained_at"]
+                ended[index] = (line["end"], -1 if trained_at is None else trained_at)
+            case "group_returned":
+                ended.pop(index_of(GroupId(line["group_id"])), None)
+            case "learner_joined":
+                starts.append((line["incarnation"], line["resume_step"]))
+                step = line["resume_step"]
+                if not any(s <= step for s in kept):
+                    kept = (step,)
+            case "step_completed":
+                step = line["step"] + 1
+            case "version_published":
+                version = Version(line["incarnation"], line["step"])
+                published[version] = line["manifest_digest"]
+            case "checkpoint_saved":
+                kept = tuple(line["kept"])
+    if not starts:
+        return None
+    low = min(kept)
+    return Restored(
+        incarnation=starts[-1][0],
+        step=step,
+        starts=tuple(starts),
+        next_index=highest + 1,
+        open_indexes=tuple(i for i in range(highest + 1) if i not in ended),
+        trained=tuple(
+            (GroupId(f"g{index}"), trained_at)
+            for index, (end, trained_at) in sorted(ended.items())
+            if end == "trained" and trained_at >= low
+        ),
+        kept=kept,
+        published=tuple(published.items()),
+        ends=dict(Counter(end for end, _ in ended.values())),
+    )

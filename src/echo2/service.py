@@ -1,0 +1,410 @@
+"""The coordinator's shell: sockets, clock, files and HTTP around `CoordinatorState`.
+
+`Coordinator` is what the daemon runs and what a program embeds; there is no other. It
+receives, decodes, hands the event to the core, and carries out the effects in order: lines
+of events.jsonl first, then messages. It decides nothing about versions, groups or leases.
+
+    async with Coordinator(config, run_dir=...) as coordinator:
+        await coordinator.run_until_finished()               # a daemon
+        await coordinator.submit(tasks)                      # or embedded: this program learns
+        batch = await coordinator.next_batch()
+        await coordinator.complete(batch)
+        await coordinator.publish(snapshot)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import time
+import uuid
+from collections import Counter, deque
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import structlog
+
+from echo2.config import Config
+from echo2.core.coordinator import CoordinatorState
+from echo2.core.effects import DeliverGroup, Effect, Emit, Finish, Persist, Send
+from echo2.core.events import Event, Persisted, Received, StopRequested, Tick
+from echo2.core.settings import CoordinatorSettings
+from echo2.core.status import status as core_status
+from echo2.embedding import EmbeddedLearner, Tensors
+from echo2.errors import ProtocolError, RemoteProtocolError
+from echo2.http_api import HttpApi
+from echo2.learner_client import Batch
+from echo2.ledger.events_log import EventsLog, restore
+from echo2.ledger.memory import Ledger, MemoryLedger
+from echo2.messages import (
+    BatchGroup,
+    GroupResult,
+    Lane,
+    LaneOpened,
+    Message,
+    Refused,
+    Role,
+)
+from echo2.metrics import CoordinatorMetrics
+from echo2.net.auth import AllowList, Authenticator, KeyPair, load_or_create_key
+from echo2.net.router import Router
+from echo2.net.sockets import close_context, make_context
+from echo2.net.tasks import LoopLag, OwnedTasks
+from echo2.types import PeerId, Task, Version
+from echo2.weights.files import write_whole
+
+log = structlog.get_logger()
+
+TICK_S: Final = 0.1
+QUIET_EVENTS: Final = frozenset({"group_ended", "version_installed", "step_completed"})
+"""Events too frequent for the log at level info."""
+LOCAL_LEARNER: Final = PeerId("learner:embedded")
+
+
+def settings_of(config: Config, run_id: str) -> CoordinatorSettings:
+    """The core's settings out of the TOML schema."""
+    return CoordinatorSettings(
+        run_id=run_id,
+        staleness_max=config.staleness.max,
+        late=config.staleness.late,
+        period=config.staleness.period,
+        mask_min_tokens=config.staleness.mask_min_tokens,
+        groups_per_step=config.learner.groups_per_step,
+        group_size=config.dispatch.group_size,
+        lead_steps=config.dispatch.lead_steps,
+        attempts_max=config.dispatch.attempts_max,
+        stall_s=config.dispatch.stall_s,
+        lease_max_s=config.dispatch.lease_max_s,
+        tasks_ahead=config.dispatch.tasks_ahead,
+        tasks_bytes_max=config.dispatch.tasks_bytes_max,
+        sampling=config.sampling.sampling(),
+        filter_zero_variance=config.learner.filter_zero_variance,
+        partial_batch=config.learner.partial_batch,
+        heartbeat_interval_s=config.heartbeat.interval_s,
+        suspect_s=config.heartbeat.suspect_s,
+        gone_s=config.heartbeat.gone_s,
+        environment=config.environment.name,
+        environment_settings=json.dumps(config.environment.settings),
+        eval_hold_s=config.eval.hold_s,
+        no_worker_timeout_s=config.run.no_worker_timeout_s,
+        learner_timeout_s=config.run.learner_timeout_s,
+        learner_usd_per_h=config.cost.learner_usd_per_h,
+        budget_usd=config.cost.budget_usd,
+        seed=config.run.seed,
+    )
+
+
+class Coordinator:
+    """Serves workers and a learner. Use as an async context manager on one event loop.
+
+    `run_dir` is the run's folder (run.dir/run.name by default): keys, addresses, records.
+    An earlier coordinator's records in it are taken up.
+    """
+
+    def __init__(
+        self, config: Config, *, run_dir: Path | None = None, ledger: Ledger | None = None
+    ) -> None:
+        self.config = config
+        self.run_dir = Path(run_dir) if run_dir is not None else _default_run_dir(config)
+        self.control_endpoint = ""
+        self.rollouts_endpoint = ""
+        self.public_key = ""
+        self.http_url = ""
+        self.run_id = ""
+        self.refused: Counter[str] = Counter()
+        self._ledger = ledger or MemoryLedger()
+        self._metrics = CoordinatorMetrics()
+        self._lag = LoopLag()
+        self._context = make_context()
+        self._tasks = OwnedTasks("coordinator")
+        self._finished = asyncio.Event()
+        self._finish: Finish | None = None
+        self._events: deque[Event] = deque()
+        self._handling = False
+        self._local: Callable[[Message], None] | None = None
+        self._exit = contextlib.AsyncExitStack()
+
+    # ------------------------------------------------------------------- life-cycle
+
+    async def __aenter__(self) -> Coordinator:
+        try:
+            await self._start()
+        except BaseException:
+            await self._exit.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._finish is None:
+            self.stop("the coordinator is closed")
+        await self._exit.aclose()
+
+    async def _start(self) -> None:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._exit.push_async_callback(close_context, self._context)
+        restored = restore(self.run_dir / "events.jsonl")
+        self.run_id = self._known_run_id()
+        self._core = CoordinatorState(settings_of(self.config, self.run_id), restored)
+        self._log = EventsLog(self.run_dir / "events.jsonl")
+        self._log.open()
+        self._exit.callback(self._log.close)
+        await self._ledger.start(lambda record_id: self.feed(Persisted(record_id)))
+        self._exit.push_async_callback(self._ledger.stop)
+        await self._listen()
+        await self._serve_http()
+        self._embedded = EmbeddedLearner(self)
+        self._exit.push_async_callback(self._tasks.stop)
+        self._exit.push_async_callback(self._embedded.stop)
+        self._tasks.start(self._ticks(), name="ticks")
+        self._tasks.start(self._lag.run(), name="lag")
+        for router in (self._control, self._rollouts):
+            self._tasks.start(router.wait(), name="router")
+        self.feed(Tick())
+        write_whole(
+            self.run_dir / "coordinator.json",
+            json.dumps(
+                {
+                    "run_id": self.run_id,
+                    "control": self.control_endpoint,
+                    "rollouts": self.rollouts_endpoint,
+                    "http": self.http_url,
+                    "public_key": self.public_key,
+                    "pid": os.getpid(),
+                }
+            ).encode(),
+        )
+        log.info(
+            "coordinator_started",
+            run_id=self.run_id,
+            control=self.control_endpoint,
+            http=self.http_url,
+            step=self._core.state.step,
+        )
+
+    def _known_run_id(self) -> str:
+        """The id that this folder's run has, or a new one."""
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
+            return str(json.loads((self.run_dir / "coordinator.json").read_text())["run_id"])
+        return uuid.uuid4().hex[:16]
+
+    async def _listen(self) -> None:
+        net = self.config.net
+        keys: KeyPair | None = None
+        if net.curve:
+            folder = Path(net.keys_dir) if net.keys_dir else self.run_dir / "keys"
+            keys = load_or_create_key(folder / "coordinator.key")
+            self.public_key = keys.public
+            authenticator = Authenticator(self._context, AllowList(folder / "authorized"))
+            await authenticator.start()
+            self._exit.push_async_callback(authenticator.stop)
+        self._control = await self._bind(Lane.CONTROL, net.control_port, keys)
+        self._rollouts = await self._bind(Lane.ROLLOUTS, net.rollouts_port, keys)
+        self.control_endpoint = self._control.endpoint
+        self.rollouts_endpoint = self._rollouts.endpoint
+
+    async def _bind(self, lane: Lane, port: int, keys: KeyPair | None) -> Router:
+        router = Router(
+            self._context,
+            lane=lane,
+            role=Role.COORDINATOR,
+            bind=f"tcp://{self.config.net.host}:{port or '*'}",
+            keys=keys,
+            on_message=self._on_message,
+            on_refused=self._on_refused,
+            client_roles=_client_roles,
+        )
+        await router.start()
+        self._exit.push_async_callback(router.stop)
+        return router
+
+    async def _serve_http(self) -> None:
+        http = self.config.http
+        if not http.enabled:
+            return
+        api = HttpApi(
+            host=http.host,
+            port=http.port,
+            token=http.token,
+            status=self.status,
+            metrics=self._render_metrics,
+        )
+        await api.start()
+        self._exit.push_async_callback(api.stop)
+        self.http_url = api.url
+
+    async def run_until_finished(self) -> int:
+        """Serve until the run is over or `stop` is called. Returns the exit code: 0 when the
+        run finished or was stopped on request, 1 when it could not go on."""
+        waiting = asyncio.create_task(self._finished.wait())
+        crash = asyncio.create_task(self._tasks.wait())
+        try:
+            await asyncio.wait({waiting, crash}, return_when=asyncio.FIRST_COMPLETED)
+            if crash.done():
+                await crash
+        finally:
+            for task in (waiting, crash):
+                task.cancel()
+            await asyncio.gather(waiting, crash, return_exceptions=True)
+        assert self._finish is not None
+        return 0 if self._finish.ok else 1
+
+    def stop(self, reason: str) -> None:
+        """End the coordinator; the run can be resumed."""
+        self.feed(StopRequested(reason))
+
+    @property
+    def finish(self) -> Finish | None:
+        """How it ended, once it did."""
+        return self._finish
+
+    # -------------------------------------------------------------------- embedding
+
+    async def submit(self, tasks: list[Task] | list[str]) -> None:
+        """Prompts in: they follow those submitted before. A str is a task's payload."""
+        await self._embedded.submit(tasks)
+
+    async def end_of_tasks(self) -> None:
+        """No more tasks will come: `next_batch` returns None after the last."""
+        await self._embedded.end_of_tasks()
+
+    async def next_batch(self) -> Batch | None:
+        """Admissible groups, leased to this step; None when all tasks are used up."""
+        return await self._embedded.next_batch()
+
+    async def complete(self, batch: Batch) -> int:
+        """The step is done. Returns v, which is batch.step + 1, durable."""
+        return await self._embedded.complete(batch)
+
+    async def publish(self, snapshot: Path | str | Tensors) -> Version:
+        """Publish tensors (name -> array) or a safetensors folder as version v."""
+        return await self._embedded.publish(snapshot)
+
+    # ------------------------------------------------------------------------ status
+
+    def status(self) -> dict[str, Any]:
+        """JSON-able: what /api/status shows."""
+        found = core_status(self._core.state, self._core.dispatcher.reason)
+        found["loop_lag_s"] = round(self._lag.ewma_s, 6)
+        found["refused"] = dict(self._all_refused())
+        return found
+
+    def _all_refused(self) -> Counter[str]:
+        return self.refused + self._control.refused + self._rollouts.refused
+
+    def _render_metrics(self) -> bytes:
+        return self._metrics.render(
+            self.status(),
+            dict(self._all_refused()),
+            lag_s=self._lag.ewma_s,
+            lag_max_s=self._lag.take_max_s(),
+        )
+
+    # ------------------------------------------------------------------------ events
+
+    def feed(self, event: Event) -> None:
+        """Hand an event to the core; effects are carried out before the next one."""
+        self._events.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._events:
+                self._handle(self._events.popleft())
+        finally:
+            self._handling = False
+
+    def connect_local(self, on_message: Callable[[Message], None]) -> Callable[[Message], None]:
+        """The transport of the embedding program's learner. Returns its way to send."""
+        self._local = on_message
+        return lambda message: self._on_message(LOCAL_LEARNER, message)
+
+    def _handle(self, event: Event) -> None:
+        try:
+            effects = self._core.handle(event, time.monotonic())
+        except RemoteProtocolError as error:
+            assert isinstance(event, Received)
+            self.refused[error.reason] += 1
+            log.warning("message_refused", peer=event.peer, reason=error.reason, text=str(error))
+            refusal = Refused(reason=error.reason, text=str(error)[:2048], fatal=False)
+            self._carry_out([Send(event.peer, refusal)])
+            return
+        self._carry_out(effects)
+
+    def _on_message(self, peer: PeerId, message: Message) -> None:
+        if not isinstance(message, LaneOpened):
+            self.feed(Received(peer, message))
+
+    def _on_refused(self, peer: PeerId | None, error: ProtocolError) -> None:
+        log.warning("message_refused", peer=peer, reason=error.reason, text=str(error))
+
+    async def _ticks(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.feed(Tick())
+
+    # ----------------------------------------------------------------------- effects
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Emit):
+                self._log.write(effect.event, effect.fields)
+                self._metrics.observe(effect.event, effect.fields)
+                level = log.debug if effect.event in QUIET_EVENTS else log.info
+                level(effect.event, **effect.fields)
+        self._log.flush()
+        for effect in effects:
+            match effect:
+                case Send(peer, message):
+                    self._send(peer, message)
+                case DeliverGroup():
+                    self._send(effect.peer, _batch_group(effect))
+                case Persist(record_id, record):
+                    self._ledger.append(record_id, record)
+                case Finish():
+                    self._finish = effect
+                    self._finished.set()
+                case Emit():
+                    pass  # written above
+
+    def _send(self, peer: PeerId, message: Message) -> None:
+        if peer == LOCAL_LEARNER:
+            if self._local is not None:
+                asyncio.get_running_loop().call_soon(self._local, message)
+            return
+        router = self._rollouts if message.LANE is Lane.ROLLOUTS else self._control
+        router.send(peer, message)
+
+
+def _batch_group(effect: DeliverGroup) -> BatchGroup:
+    payload = effect.result.payload
+    assert isinstance(payload, GroupResult)
+    return BatchGroup(
+        incarnation=effect.incarnation,
+        step=effect.step,
+        group=effect.group,
+        worker=effect.result.worker,
+        task=effect.task,
+        trajectories=effect.result.trajectories,
+        token_ids=payload.token_ids,
+        logprobs=payload.logprobs,
+        loss_mask=payload.loss_mask,
+    )
+
+
+def _client_roles(peer: PeerId) -> frozenset[Role]:
+    """A key named learner or learner-N learns; every other samples."""
+    is_learner = peer == "learner" or peer.startswith("learner-")
+    return frozenset({Role.LEARNER if is_learner else Role.WORKER})
+
+
+def _default_run_dir(config: Config) -> Path:
+    return Path(config.run.dir) / config.run.name
