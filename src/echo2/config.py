@@ -6,10 +6,15 @@ nearest known key), resolved, written to the run folder, and never changed after
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from echo2 import config_loading
+from echo2.config_rules import RULES
+from echo2.toml_text import toml_document
 from echo2.types import Sampling
 
 Price = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
@@ -22,7 +27,9 @@ NonNegative = Annotated[int, Field(ge=0, le=2**31)]
 class Table(BaseModel):
     """One TOML table: unknown keys are errors, values are fixed once read."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class RunTable(Table):
@@ -211,7 +218,7 @@ class WorkerTable(Table):
     drain_timeout_s: NonNegativeSeconds = 30.0
     """After SIGTERM: time to hand over what is finished."""
     fetch_timeout_s: PositiveSeconds = 600.0
-    store_bytes_max: Positive = Field(default=64 << 30, le=2**50)
+    store_bytes_max: Annotated[int, Field(ge=1, le=2**50)] = 64 << 30
     """Most bytes of the chunk store on the worker's disk."""
     transformers: TransformersTable = TransformersTable()
     null: NullTable = NullTable()
@@ -282,3 +289,33 @@ class Config(Table):
     http: HttpTable = HttpTable()
     cost: CostTable = CostTable()
     log: LogTable = LogTable()
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file, apply overrides ("table.key=value", values in TOML, bare words as
+    text) and check all. Raises ConfigError with every problem found."""
+    return config_loading.load_model(Config, path, overrides, RULES)
+
+
+def config_from_mapping(tables: Mapping[str, Any], *, source: str = "") -> Config:
+    """The configuration made of plain tables, checked as `load_config` does."""
+    return config_loading.check_model(Config, tables, RULES, source=source)
+
+
+def config_problems(config: Config) -> list[str]:
+    """What the rules between settings say about one that was made in Python."""
+    return list(config_loading.rule_problems(config, RULES))
+
+
+def config_to_toml(config: Config) -> str:
+    """Every setting with its value; read back, it is equal to `config`."""
+    return toml_document(config.model_dump(exclude_none=True))
+
+
+def config_schema() -> dict[str, Any]:
+    """JSON schema of the TOML file, for editors."""
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        **Config.model_json_schema(),
+        "title": "echo2 configuration",
+    }

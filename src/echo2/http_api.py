@@ -39,9 +39,9 @@ class HttpApi:
         app.router.add_get("/health", self._get_health)
         app.router.add_get("/metrics", self._get_metrics)
         app.router.add_get("/api/status", self._get_status)
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port, shutdown_timeout=1.0)
+        site = web.TCPSite(self._runner, self._host, self._port)
         try:
             await site.start()
         except OSError as error:

@@ -1,1 +1,1 @@
-
+"""Engines by name: null (no model, inside the daemon) and transformers (its own process)."""

@@ -1,0 +1,208 @@
+"""Publication: one immutable version on disk, its probe, and the message that names it.
+
+Life-cycle of a version: cast to the published dtype -> probe computed with just these
+weights -> written to RUN/versions (the origin serves it) -> VersionPublished -> announced by
+the coordinator -> pruned when `keep_from` says that nobody needs it.
+
+Names of tensors are those of the Hugging Face state dict; a tied tensor is published once,
+under its first name (`model.embed_tokens.weight`, not `lm_head.weight`), and an engine ties
+it again, as the model's configuration says.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from echo2.core.lineage import Lineage
+from echo2.errors import LearnerError, WaitTimeoutError
+from echo2.messages import VersionPublished
+from echo2.types import Version
+from echo2.weights.store import open_version, prune, write_assets, write_version
+from echo2_learner.policy import Policy
+
+NUM_PROBES: Final = 4
+PROBE_LENGTH: Final = 12
+PROBE_SEED: Final = 12
+VERSION_KEY: Final = "version"
+
+DTYPE_NAMES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES: Final = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+class PublishedVersions:
+    """The versions in RUN/versions that are of the surviving line, by version."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._digests: dict[Version, str] = {}
+
+    def find(self, lineage: Lineage) -> None:
+        """Take up what earlier incarnations of this line left in the folder."""
+        for path in sorted(self.folder.glob("*.manifest")):
+            with _opened(self.folder, path.stem) as stored:
+                if stored.manifest.kind != "weights" or VERSION_KEY not in stored.manifest.metadata:
+                    continue
+                version = Version.parse(stored.manifest.metadata[VERSION_KEY])
+            if version.incarnation < lineage.incarnation and lineage.is_alive(version):
+                self._digests[version] = path.stem
+
+    def add(self, version: Version, manifest_digest: str) -> None:
+        self._digests[version] = manifest_digest
+
+    def __contains__(self, version: Version) -> bool:
+        return version in self._digests
+
+    def load(self, version: Version, policy: Policy) -> None:
+        """Put the weights of `version` into `policy`, bit by bit."""
+        with _opened(self.folder, self._digests[version]) as stored:
+            policy.load_tensors(
+                {
+                    name: _tensor(dtype, shape, content)
+                    for name, (dtype, shape, content) in stored.tensors().items()
+                }
+            )
+
+    def prune(self, keep_from: int, *, keep: set[str]) -> None:
+        """Remove versions below step `keep_from`; `keep` names digests that stay anyhow.
+
+        The newest version stays too, and everything that is not of this line goes.
+        """
+        newest = max(self._digests, default=None)
+        for version in [v for v in self._digests if v.step < keep_from and v != newest]:
+            del self._digests[version]
+        prune(self.folder, keep | set(self._digests.values()))
+
+
+class Publisher:
+    """Publishes `policy` in `dtype`. `scratch` is a second model of that dtype: it holds the
+    last published version after a publication, and the log-probability check borrows it."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        run_dir: Path,
+        *,
+        dtype: torch.dtype,
+        run_name: str,
+        origin_timeout_s: float,
+    ) -> None:
+        self.policy = policy
+        self.scratch = Policy.load(policy.folder, dtype=dtype, device=policy.device)
+        self.versions = PublishedVersions(run_dir / "versions")
+        self._origin_file = run_dir / "origin.json"
+        self._origin_timeout_s = origin_timeout_s
+        self._run_name = run_name
+        self._assets_digest = ""
+        self._probe_tokens = probe_tokens(policy.vocab_size)
+
+    def publish(self, version: Version, *, final: bool = False) -> VersionPublished:
+        """Write `version` with the policy's weights of now; returns what to announce.
+
+        `final`: the last of the run. WeightsError when the disk does not take it,
+        WaitTimeoutError when no origin serves the run folder.
+        """
+        self.scratch.load_tensors(self.policy.tensors())
+        probe = self._probe_logprobs()
+        folder = self.versions.folder
+        if not self._assets_digest:
+            self._assets_digest = write_assets(folder, self.policy.asset_files()).manifest_digest
+        manifest = write_version(
+            folder,
+            self._buffers(),
+            kind="weights",
+            metadata={VERSION_KEY: str(version), "run": self._run_name},
+        )
+        self.versions.add(version, manifest.manifest_digest)
+        origin = self._origin()
+        return VersionPublished(
+            version=version,
+            manifest_digest=manifest.manifest_digest,
+            assets_digest=self._assets_digest,
+            num_bytes=manifest.num_bytes,
+            origin=origin["endpoint"],
+            origin_key=origin["public_key"],
+            final=final,
+            probe_length=PROBE_LENGTH,
+            probe_tokens=self._probe_tokens.to(torch.int32).numpy().tobytes(),
+            probe_logprobs=probe.numpy().tobytes(),
+        )
+
+    def prune(self, keep_from: int) -> None:
+        """Let versions below `keep_from` go; assets stay."""
+        self.versions.prune(keep_from, keep={self._assets_digest} - {""})
+
+    @torch.no_grad()
+    def _probe_logprobs(self) -> Tensor:
+        """[NUM_PROBES, PROBE_LENGTH] float32, column 0 is 0.0."""
+        tokens = self._probe_tokens.to(self.policy.device)
+        lengths = torch.full((NUM_PROBES,), PROBE_LENGTH, device=self.policy.device)
+        logprobs, _ = self.scratch.logprobs(tokens, lengths, temperature=1.0)
+        return logprobs.float().cpu()
+
+    def _buffers(self) -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]:
+        for name, tensor in self.scratch.tensors().items():
+            flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+            yield name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), flat.numpy().data
+
+    def _origin(self) -> dict[str, Any]:
+        """What the origin wrote about itself, read anew: it may have been restarted."""
+        deadline = time.monotonic() + self._origin_timeout_s
+        while True:
+            try:
+                origin = json.loads(self._origin_file.read_text(encoding="utf-8"))
+                return {
+                    "endpoint": str(origin["endpoint"]),
+                    "public_key": str(origin["public_key"]),
+                }
+            except FileNotFoundError:
+                pass
+            except (ValueError, KeyError, TypeError) as error:
+                raise LearnerError(
+                    f"{self._origin_file} does not say where the origin is ({error!r}); remove "
+                    "it and start the origin again"
+                ) from error
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(
+                    f"no origin wrote {self._origin_file} within {self._origin_timeout_s:.0f} s: "
+                    "nobody would serve this version; start `echo2 origin` with the same --run-dir"
+                )
+            time.sleep(0.1)
+
+
+def probe_tokens(vocab_size: int) -> Tensor:
+    """[NUM_PROBES, PROBE_LENGTH] the same tokens for every version of a vocabulary."""
+    generator = torch.Generator().manual_seed(PROBE_SEED)
+    return torch.randint(0, vocab_size, (NUM_PROBES, PROBE_LENGTH), generator=generator)
+
+
+def _opened(folder: Path, manifest_digest: str) -> Any:
+    stored = open_version(folder, manifest_digest)
+    if stored is None:
+        raise LearnerError(
+            f"version {manifest_digest[:12]} is not in {folder} any more; only the learner removes "
+            "versions: start it again with --resume"
+        )
+    return stored
+
+
+def _tensor(dtype: str, shape: tuple[int, ...], content: memoryview) -> Tensor:
+    """A tensor of its own: the copy lets the mapping go."""
+    return torch.frombuffer(bytearray(content), dtype=_DTYPES[dtype]).reshape(shape)

@@ -1,0 +1,56 @@
+"""SIGINT and SIGTERM: finish the step, write a checkpoint, leave.
+
+While the learner computes, a signal is only noted. While it waits for others
+(`interruptible`), the signal ends the wait at once. A second SIGINT ends the process.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class StopRequested(KeyboardInterrupt):  # noqa: N818  it is no error
+    """Ends a wait after a signal. A KeyboardInterrupt, so that the session's calls cancel
+    what they wait for."""
+
+
+class StopSignal:
+    """Use it as a context manager, in the main thread."""
+
+    def __init__(self) -> None:
+        self.requested = ""
+        """Name of the first signal, "" while there was none."""
+        self._waiting = False
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> StopSignal:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._received)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._previous.clear()
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """A wait that a signal ends with StopRequested, also one that came before."""
+        self._waiting = True
+        try:
+            if self.requested:
+                raise StopRequested(self.requested)
+            yield
+        finally:
+            self._waiting = False
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        again = bool(self.requested)
+        self.requested = self.requested or signal.Signals(number).name
+        if again and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self._waiting and not again:
+            raise StopRequested(self.requested)

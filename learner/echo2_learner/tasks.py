@@ -1,0 +1,68 @@
+"""The data of a run: the environment's tasks, in order, for training and for evals."""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+from echo2.errors import EnvironmentError_
+from echo2.types import TASK_PAYLOAD_MAX_BYTES, Task
+from echo2_workers.environment import Environment, Split
+
+REPLY_BYTES_MAX: Final = 2 << 20
+"""Most bytes of payloads in one answer; the rest is asked for again."""
+
+
+class Tasks:
+    """Reads tasks for two threads: the session's (training) and the learner's (evals)."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        # An environment need not be safe to use from several threads.
+        self._lock = threading.Lock()
+
+    def train(self, start: int, count: int) -> tuple[list[Task], bool]:
+        """Training tasks from `start` on, at most `count`, and whether there are none after.
+
+        EnvironmentError_ when the environment fails or gives what no task can hold.
+        """
+        num_tasks = self._num_tasks("train")
+        end = start + count if num_tasks is None else min(start + count, num_tasks)
+        tasks: list[Task] = []
+        num_bytes = 0
+        for index in range(start, end):
+            task = self._task("train", index)
+            num_bytes += len(task.payload.encode())
+            if tasks and num_bytes > REPLY_BYTES_MAX:
+                return tasks, False
+            tasks.append(task)
+        return tasks, num_tasks is not None and end >= num_tasks
+
+    def evals(self, count: int) -> list[Task]:
+        """The first `count` held-out tasks, or all if there are fewer."""
+        num_tasks = self._num_tasks("eval")
+        return [
+            self._task("eval", index)
+            for index in range(count if num_tasks is None else min(count, num_tasks))
+        ]
+
+    def _num_tasks(self, split: Split) -> int | None:
+        with self._lock:
+            return self._environment.num_tasks(split)
+
+    def _task(self, split: Split, index: int) -> Task:
+        try:
+            with self._lock:
+                payload = self._environment.task(split, index)
+        except Exception as error:
+            raise EnvironmentError_(
+                f"environment {self._environment.name} failed at task({split!r}, {index}): "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(payload, str) or len(payload.encode()) > TASK_PAYLOAD_MAX_BYTES:
+            raise EnvironmentError_(
+                f"environment {self._environment.name}: task({split!r}, {index}) is "
+                f"{type(payload).__name__} of {len(payload)} characters; a task is text (JSON) of "
+                f"at most {TASK_PAYLOAD_MAX_BYTES} bytes"
+            )
+        return Task(index, payload)

@@ -1,0 +1,198 @@
+"""The command line: reads arguments and calls one module of `echo2.commands`.
+
+Imports nothing heavy, so that --help answers at once: each command's module is imported
+inside it. Exit codes: 0 it worked, 1 it failed, 2 the configuration or the arguments are
+wrong, 3 (learner) a newer learner took over, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from echo2 import __version__
+from echo2.errors import ConfigError, Echo2Error, FencedError
+from echo2.net.child import PARENT_VARIABLE, die_with_parent
+
+EXIT_FAILED = 1
+EXIT_CONFIG = 2
+EXIT_FENCED = 3
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="echo2",
+    help="Asynchronous reinforcement learning over cheap, far and unreliable workers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file of the run.")]
+RunDirOption = Annotated[
+    Path | None,
+    typer.Option("--run-dir", metavar="DIR", help="Run folder; by default run.dir/run.name."),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override one setting, e.g. --set learner.steps=20; may be repeated.",
+    ),
+]
+ResumeOption = Annotated[
+    bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run folder.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print facts as JSON.")]
+
+
+@app.command()
+def run(
+    config: ConfigArgument,
+    run_dir: RunDirOption = None,
+    settings: SetOption = None,
+    resume: ResumeOption = False,
+) -> None:
+    """The whole system on this machine: coordinator, origin, learner and local workers."""
+    _command("run", config, run_dir, settings or [], resume=resume)
+
+
+@app.command()
+def coordinator(
+    config: ConfigArgument, run_dir: RunDirOption = None, settings: SetOption = None
+) -> None:
+    """The coordinator: hands out work, keeps rollouts, bounds staleness."""
+    _command("coordinator", config, run_dir, settings or [])
+
+
+@app.command()
+def learner(
+    config: ConfigArgument,
+    run_dir: RunDirOption = None,
+    settings: SetOption = None,
+    resume: ResumeOption = False,
+    with_origin: Annotated[
+        bool,
+        typer.Option("--origin/--no-origin", help="Start the origin if none serves the folder."),
+    ] = True,
+) -> None:
+    """The learner; starts the origin too when none serves the run folder."""
+    _command("learner", config, run_dir, settings or [], resume=resume, with_origin=with_origin)
+
+
+@app.command()
+def worker(
+    config: ConfigArgument,
+    run_dir: RunDirOption = None,
+    settings: SetOption = None,
+    name: Annotated[
+        str, typer.Option("--name", help="Name in logs and records; by default worker.name.")
+    ] = "",
+) -> None:
+    """A worker daemon: samples rollouts and scores them."""
+    _command("worker", config, run_dir, settings or [], name=name)
+
+
+@app.command()
+def origin(
+    config: ConfigArgument, run_dir: RunDirOption = None, settings: SetOption = None
+) -> None:
+    """The origin: serves published versions; outlives a learner's restart."""
+    _command("origin", config, run_dir, settings or [])
+
+
+@app.command()
+def check(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="TOML file of the run.")
+    ] = None,
+    run_dir: RunDirOption = None,
+    settings: SetOption = None,
+    as_json: JsonOption = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of the file, for editors.")
+    ] = False,
+) -> None:
+    """Validate a configuration; print it resolved, and what follows from it."""
+    if config is None and not schema:
+        raise typer.BadParameter("give a CONFIG, or --schema", param_hint="CONFIG")
+    _command("check", config, run_dir, settings or [], as_json=as_json, schema=schema)
+
+
+@app.command()
+def status(
+    run_dir: RunDirOption = None,
+    url: Annotated[
+        str, typer.Option("--url", help="http://HOST:PORT of a coordinator, instead of --run-dir.")
+    ] = "",
+    token: Annotated[
+        str,
+        typer.Option("--token", envvar="ECHO2_HTTP_TOKEN", help="Its http.token, if it has one."),
+    ] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """The state of a run now, from its coordinator."""
+    _command("status", run_dir, url=url, token=token, as_json=as_json)
+
+
+@app.command()
+def verify(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Recompute the promises from a run's records; exit 0 only if all hold."""
+    _command("verify", run_dir, as_json=as_json)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"echo2 {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+def _command(module: str, /, *arguments: Any, **options: Any) -> None:
+    """Import the command's module, run it, and leave with its exit code."""
+    code = import_module(f"echo2.commands.{module}").main(*arguments, **options)
+    if code:
+        raise typer.Exit(int(code))
+
+
+def main() -> None:
+    """Entry point of `echo2`: one clear message and an exit code for every failure."""
+    if PARENT_VARIABLE in os.environ:  # a child of `echo2 run`
+        die_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
+    try:
+        app()
+    except ConfigError as error:
+        _fail(error, EXIT_CONFIG)
+    except FencedError as error:
+        _fail(error, EXIT_FENCED)
+    except Echo2Error as error:
+        _fail(error, EXIT_FAILED)
+    except KeyboardInterrupt:
+        _fail("interrupted", EXIT_INTERRUPTED)
+
+
+def _fail(said: object, code: int) -> None:
+    print(f"echo2: {said}", file=sys.stderr, flush=True)
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""`echo2 check`: the resolved configuration, and what follows from it in numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echo2.commands.run_folder import RunFolder
+from echo2.config import Config, config_schema, config_to_toml, load_config
+from echo2.config_rules import is_loopback
+from echo2.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One consequence: `value` for programs, `text` for people."""
+
+    name: str
+    value: Any
+    text: str
+
+
+def main(
+    path: Path | None,
+    run_dir: Path | None,
+    overrides: list[str],
+    *,
+    as_json: bool,
+    schema: bool,
+) -> int:
+    if schema:
+        print(json.dumps(config_schema(), indent=2, ensure_ascii=False))
+        return 0
+    if path is None:
+        raise ConfigError("echo2 check needs a CONFIG, or --schema")
+    config = load_config(path, overrides)
+    shown = without_secrets(config)
+    folder = RunFolder.of(config, run_dir).path
+    found = facts(config, folder)
+    if as_json:
+        told = {fact.name: fact.value for fact in found}
+        print(json.dumps({"config": shown.model_dump(), "facts": told}, indent=2))
+        return 0
+    print(config_to_toml(shown))
+    print("# What follows")
+    width = max(len(fact.name) for fact in found)
+    for fact in found:
+        print(f"#   {fact.name:<{width}}  {fact.text}")
+    return 0
+
+
+def without_secrets(config: Config) -> Config:
+    """The same with the HTTP token replaced, fit for a screen or a bug report."""
+    if not config.http.token:
+        return config
+    return config.model_copy(update={"http": config.http.model_copy(update={"token": "hidden"})})
+
+
+def facts(config: Config, folder: Path) -> list[Fact]:
+    """What follows from a valid configuration."""
+    return [
+        *_staleness(config),
+        *_work(config),
+        *_records(config),
+        *_network(config, folder),
+        *_money(config),
+        Fact("run_folder", str(folder), str(folder)),
+    ]
+
+
+_LATE = {
+    "wait": "a batch waits for a live lease that would miss its window",
+    "drop": "a group that misses its window is dropped",
+    "mask": "tokens outside the window leave the loss, the rest is trained",
+}
+_ON_UPDATE = {
+    "continue": "generations go on under the new version",
+    "finish": "generations end under the old version first",
+    "abort": "generations are broken off and leased again",
+}
+
+
+def _staleness(c: Config) -> list[Fact]:
+    bound, rows = c.staleness.max, c.learner.groups_per_step
+    most = rows * (bound + 1)
+    lead = c.dispatch.lead_steps
+    if lead is None:
+        ahead = f"just enough to hide T_bcast and the group latency, at most S = {bound} steps"
+    else:
+        ahead = f"{lead:g} steps ahead of the next batch, {lead * rows:g} groups"
+    period = c.staleness.period
+    publish = "every learner step" if period == 1 else f"every {period} learner steps"
+    return [
+        Fact(
+            "staleness_max",
+            bound,
+            f"S = {bound}: no token is trained more than {bound} learner steps after the version "
+            f"that sampled it{' (synchronous)' if bound == 0 else ''}; {_LATE[c.staleness.late]}",
+        ),
+        Fact("expiry", f"u + {bound}", f"a group sampled from version u is trained by u + {bound}"),
+        Fact(
+            "period",
+            period,
+            f"κ = {period}: a version is published after {publish} "
+            f"(allowed 1 to {bound + 1}); {_ON_UPDATE[c.worker.on_update]}",
+        ),
+        Fact(
+            "groups_max",
+            most,
+            f"R·(S + 1) = {rows}·{bound + 1} = {most} groups "
+            f"({most * c.dispatch.group_size} trajectories) buffered or leased at most",
+        ),
+        Fact("lead_steps", lead, f"workers sample {ahead}"),
+    ]
+
+
+def _work(c: Config) -> list[Fact]:
+    rows, size, steps = c.learner.groups_per_step, c.dispatch.group_size, c.learner.steps
+    tokens = rows * size * c.sampling.max_tokens
+    return [
+        Fact(
+            "trajectories_per_step",
+            rows * size,
+            f"R·G = {rows}·{size} = {rows * size} trajectories in {c.learner.updates_per_step} "
+            f"optimizer update(s), {rows * steps} groups in {steps} steps",
+        ),
+        Fact(
+            "tokens_per_step_max",
+            tokens,
+            f"R·G·max_tokens = {tokens} sampled tokens per step at most, for each turn",
+        ),
+        Fact(
+            "groups_in_work",
+            c.workers.local * c.worker.slots,
+            f"{c.workers.local} local worker(s) with engine {c.worker.engine} and "
+            f"{c.worker.slots} slots each: {c.workers.local * c.worker.slots} groups at once",
+        ),
+    ]
+
+
+def _records(c: Config) -> list[Fact]:
+    steps, every = c.learner.steps, c.checkpoint.every_steps
+    checkpoints = _times(steps, every)
+    found = [
+        Fact(
+            "checkpoints",
+            checkpoints,
+            f"{checkpoints} written (every {every} steps and at the end), "
+            f"the newest {min(checkpoints, c.checkpoint.keep)} kept",
+        )
+    ]
+    if not c.eval.every_steps:
+        return [*found, Fact("evals", 0, "none (eval.every_steps = 0)")]
+    evals = 1 + _times(steps, c.eval.every_steps)
+    sampled = c.eval.num_tasks * c.eval.group_size
+    return [
+        *found,
+        Fact(
+            "evals",
+            evals,
+            f"{evals} of {sampled} trajectories each: at step 0, every {c.eval.every_steps} "
+            "steps and at the end",
+        ),
+    ]
+
+
+def _times(steps: int, every: int) -> int:
+    """How often something happens after every so many steps and after the last."""
+    return -(-steps // every)
+
+
+def _network(c: Config, folder: Path) -> list[Fact]:
+    ports = {
+        "control": (c.net.host, c.net.control_port),
+        "rollouts": (c.net.host, c.net.rollouts_port),
+        "origin": (c.net.host, c.net.origin_port),
+    }
+    if c.http.enabled:
+        ports["http"] = (c.http.host, c.http.port)
+    told = [f"{name} {host}:{port or 'any free port'}" for name, (host, port) in ports.items()]
+    keys = c.net.keys_dir or str(folder / "keys")
+    if c.net.curve:
+        security = f"CURVE on every socket, allow-list in {keys}/authorized"
+    else:
+        security = "CURVE off: any process on this machine may join"
+    if not c.http.enabled:
+        http = "no HTTP"
+    elif is_loopback(c.http.host):
+        http = "HTTP on loopback" + (" with a token" if c.http.token else "")
+    else:
+        http = "HTTP for other machines, with a token"
+    return [
+        Fact("endpoints", {k: f"{h}:{p}" for k, (h, p) in ports.items()}, ", ".join(told)),
+        Fact("security", {"curve": c.net.curve, "keys": keys}, f"{security}; {http}"),
+    ]
+
+
+def _money(c: Config) -> list[Fact]:
+    per_hour = c.cost.learner_usd_per_h + c.workers.local * c.worker.price_usd_per_h
+    if not per_hour:
+        text = "no prices given (cost.learner_usd_per_h, worker.price_usd_per_h)"
+    else:
+        text = f"learner and local workers cost ${per_hour:g} per hour"
+    if c.cost.budget_usd:
+        text += f"; the run ends when ${c.cost.budget_usd:g} is spent"
+        if per_hour:
+            text += f", after {c.cost.budget_usd / per_hour:.1f} hours of these"
+    return [Fact("usd_per_h", per_hour, text)]

@@ -1,0 +1,31 @@
+"""`echo2 coordinator`: the daemon, a thin user of `echo2.service.Coordinator`."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+import uvloop
+
+from echo2.commands.run_folder import RunFolder
+from echo2.config import Config, load_config
+from echo2.logs import setup_logging
+from echo2.service import Coordinator
+
+
+def main(path: Path, run_dir: Path | None, overrides: list[str]) -> int:
+    """0 when the run finished or was stopped by a signal, 1 when it could not go on."""
+    config = load_config(path, overrides)
+    setup_logging(config.log.level, config.log.format)
+    folder = RunFolder.of(config, run_dir)
+    folder.prepare(config)
+    return uvloop.run(_serve(config, folder))
+
+
+async def _serve(config: Config, folder: RunFolder) -> int:
+    loop = asyncio.get_running_loop()
+    async with Coordinator(config, run_dir=folder.path) as coordinator:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, coordinator.stop, f"{number.name} received")
+        return await coordinator.run_until_finished()

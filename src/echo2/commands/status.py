@@ -1,0 +1,85 @@
+"""`echo2 status`: the state of a run now, from its coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from echo2.commands.run_folder import RunFolder, is_alive
+from echo2.commands.run_view import fetch_status, number, told_ends
+from echo2.config import load_config
+from echo2.errors import ConfigError, Echo2Error
+
+
+def main(run_dir: Path | None, *, url: str, token: str, as_json: bool) -> int:
+    if bool(run_dir) == bool(url):
+        raise ConfigError(
+            "echo2 status needs either --run-dir DIR (the folder of a run on this machine) or "
+            "--url http://HOST:PORT"
+        )
+    if run_dir is not None:
+        url, token = _find(RunFolder(run_dir), token)
+    status = asyncio.run(_fetch(url, token))
+    print(json.dumps(status, indent=2) if as_json else "\n".join(told(status)))
+    return 0
+
+
+def told(status: dict[str, Any]) -> list[str]:
+    """The status in lines for people; what is missing is "-"."""
+    learner = status.get("learner") or {}
+    versions = status.get("versions") or {}
+    buffer = status.get("buffer") or {}
+    held = ", ".join(f"{n} of {v}" for v, n in (buffer.get("by_version") or {}).items())
+    refused = ", ".join(f"{n} {why}" for why, n in (status.get("refused") or {}).items() if n)
+    lines = [
+        f"run       {status.get('run_id', '-')}  {status.get('state', '-')}",
+        f"step      {number(status.get('step'))}  incarnation {number(status.get('incarnation'))}",
+        f"version   {versions.get('published') or '-'}  {str(versions.get('digest') or '')[:16]}",
+        f"learner   {learner.get('name', '-')}  {learner.get('state', 'not connected')}"
+        + (f"  silent {number(learner.get('silent_s'))} s" if learner else ""),
+        f"buffer    {number(buffer.get('total'))} groups" + (f" ({held})" if held else ""),
+        f"leases    {number(status.get('leases'))}",
+        f"groups    {told_ends(status.get('groups') or {})}",
+        f"rate      {number(status.get('tokens_per_s'))} tokens/s",
+        f"cost      ${status.get('cost_usd') or 0.0:.4f}",
+        f"loop lag  {number(status.get('loop_lag_s'))} s",
+    ]
+    if refused:
+        lines.append(f"refused   {refused}")
+    lines.extend(f"waits     {text}" for text in status.get("waits") or [])
+    for worker in status.get("workers") or []:
+        lines.append(
+            f"worker    {worker.get('name')}  {worker.get('state')}  "
+            f"version {worker.get('version') or '-'}  "
+            f"{number(worker.get('leases'))}/{number(worker.get('slots'))} leases  "
+            f"{number(worker.get('tokens_per_s'))} tokens/s  "
+            f"Δlogprob {number(worker.get('mismatch'))}  "
+            f"silent {number(worker.get('silent_s'))} s"
+        )
+    return lines
+
+
+def _find(folder: RunFolder, token: str) -> tuple[str, str]:
+    """(url, token) of the coordinator that serves a run folder."""
+    record = folder.coordinator()
+    if record is None:
+        raise Echo2Error(f"{folder.path} has no coordinator.json: no run was started there")
+    if not is_alive(record.get("pid")):
+        raise Echo2Error(
+            f"the coordinator of {folder.path} (pid {record.get('pid')}) is not running; its "
+            "records are there: echo2 verify, or go on with echo2 run --resume"
+        )
+    if not record.get("http"):
+        raise Echo2Error("this run has no HTTP (http.enabled = false), so no status can be asked")
+    if not token and folder.resolved_config.exists():
+        token = load_config(folder.resolved_config).http.token
+    return str(record["http"]), token
+
+
+async def _fetch(url: str, token: str) -> dict[str, Any]:
+    async with aiohttp.ClientSession() as session:
+        return await fetch_status(session, url, token)

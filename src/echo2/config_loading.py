@@ -1,0 +1,357 @@
+"""Reads TOML into a model of settings and tells every problem at once.
+
+Life-cycle: text -> tables -> overrides -> values checked one by one -> rules between them.
+A value that is wrong itself is left out (its default stands in) while the rules are
+checked, so that one reading finds everything. Knows no setting of echo2's: the model and
+the rules are arguments.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from echo2.errors import ConfigError
+from echo2.toml_text import toml_value
+
+M = TypeVar("M", bound=BaseModel)
+M_contra = TypeVar("M_contra", bound=BaseModel, contravariant=True)
+Location = tuple[str, ...]
+
+
+class RuleOf(Protocol[M_contra]):
+    """One rule between settings: `check` answers None or a sentence about `key`."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def reads(self) -> tuple[str, ...]: ...
+    def check(self, config: M_contra, /) -> str | None: ...
+
+
+def load_model(
+    model: type[M], path: str | Path, overrides: Sequence[str], rules: Sequence[RuleOf[M]]
+) -> M:
+    """Read `path`, apply "a.b=c" overrides, check all. Raises ConfigError."""
+    path = Path(path)
+    tables = read_toml(path)
+    problems = apply_overrides(tables, overrides)
+    return check_model(model, tables, rules, source=str(path), problems=problems)
+
+
+def check_model(
+    model: type[M],
+    tables: Mapping[str, Any],
+    rules: Sequence[RuleOf[M]],
+    *,
+    source: str = "",
+    problems: Iterable[str] = (),
+) -> M:
+    """The model made of `tables`, or ConfigError with `problems` and all that were found."""
+    found = list(problems)
+    wrong: set[str] = set()
+    try:
+        config = model.model_validate(tables, strict=True)
+    except ValidationError as error:
+        schema = _Schema(model)
+        left = copy.deepcopy(dict(tables))
+        for detail in error.errors(include_url=False, include_context=False):
+            location = schema.known_part(detail["loc"])
+            wrong.add(".".join(location))
+            found.append(schema.problem(location, detail["type"], detail["msg"], detail["input"]))
+            _leave_out(left, location)
+        config = model.model_validate(left, strict=True)
+    found.extend(rule_problems(config, rules, wrong))
+    if found:
+        raise ConfigError(found, source=source)
+    return config
+
+
+def rule_problems(
+    config: M, rules: Sequence[RuleOf[M]], wrong: Iterable[str] = ()
+) -> Iterator[str]:
+    """What the rules say, without those that read a key that is `wrong` itself."""
+    heads = tuple(wrong)
+    for rule in rules:
+        if any(key == head or key.startswith(f"{head}.") for key in rule.reads for head in heads):
+            continue
+        text = rule.check(config)
+        if text is not None:
+            yield f"{rule.key}: {text}"
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file. Raises ConfigError that says where and what."""
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        raise ConfigError(_missing(path)) from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder; give a TOML file in it") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is not UTF-8 text (byte {error.start}); TOML files are", source=""
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(_syntax(path, text, str(error))) from None
+
+
+def apply_overrides(tables: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Set "a.b=c" in `tables`; values are TOML, a bare word is text. Returns the problems."""
+    problems = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        try:
+            if not equals:
+                raise ValueError('the form is --set TABLE.KEY=VALUE, e.g. "learner.steps=20"')
+            _set(tables, _keys(key), _override_value(text.strip()))
+        except ValueError as error:
+            problems.append(f"--set {override}: {error}")
+    return problems
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
+def alternatives(values: Sequence[str]) -> str:
+    """`a, b or c`."""
+    return " or ".join([", ".join(values[:-1]), values[-1]] if len(values) > 1 else values)
+
+
+def _missing(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f"{path} does not exist, nor does its folder (searched from {Path.cwd()})"
+    there = sorted(each.name for each in folder.glob("*.toml"))
+    close = nearest(path.name, there)
+    hint = f"; did you mean {folder / close}?" if close else ""
+    listed = ", ".join(there[:8]) or "none"
+    return f"{path} does not exist{hint} (TOML files in {folder.resolve()}: {listed})"
+
+
+_AT = re.compile(r"^(?P<what>.*?) \(at (?:line (?P<line>\d+), column (?P<column>\d+)|end .*)\)$")
+
+
+def _syntax(path: Path, text: str, said: str) -> str:
+    lines = text.splitlines() or [""]
+    match = _AT.match(said)
+    what = match["what"] if match else said
+    if match and match["line"]:
+        line, column = int(match["line"]), int(match["column"])
+    else:
+        line, column = len(lines), len(lines[-1]) + 1
+    shown = lines[min(line, len(lines)) - 1].strip()
+    what = what[:1].lower() + what[1:]
+    return f"{path}, line {line}, column {column}: not TOML: {what}; the line reads: {shown[:120]}"
+
+
+def _keys(text: str) -> Location:
+    try:
+        if not text.isprintable():
+            raise ValueError
+        table = tomllib.loads(f"{text.strip()} = 0")
+    except ValueError:
+        raise ValueError(f'"{text.strip()}" is no key; the form is TABLE.KEY=VALUE') from None
+    keys: list[str] = []
+    inner: Any = table
+    while isinstance(inner, dict) and len(inner) == 1:
+        ((key, inner),) = inner.items()
+        keys.append(key)
+    if inner != 0:
+        raise ValueError(f'"{text.strip()}" is no single key; the form is TABLE.KEY=VALUE')
+    return tuple(keys)
+
+
+def _override_value(text: str) -> Any:
+    try:
+        table = tomllib.loads(f"value = {text}")
+        if table.keys() == {"value"}:
+            return table["value"]
+    except tomllib.TOMLDecodeError as error:
+        if text.startswith(('"', "'", "[", "{")):
+            raise ValueError(f"{text} is not a TOML value: {error}") from None
+    if not text.isprintable():
+        raise ValueError("text of an override must be printable; put it into the file")
+    return text
+
+
+def _set(tables: dict[str, Any], keys: Location, value: Any) -> None:
+    inner = tables
+    for depth, key in enumerate(keys[:-1], 1):
+        inner = inner.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise ValueError(f"{'.'.join(keys[:depth])} is a value and has no keys of its own")
+    inner[keys[-1]] = value
+
+
+def _leave_out(tables: dict[str, Any], location: Location) -> None:
+    inner: Any = tables
+    for key in location[:-1]:
+        inner = inner.get(key) if isinstance(inner, dict) else None
+    if isinstance(inner, dict):
+        inner.pop(location[-1], None)
+
+
+class _Schema:
+    """What a model knows and allows, read from its JSON schema."""
+
+    def __init__(self, model: type[BaseModel]) -> None:
+        self._root = model.model_json_schema()
+
+    def known_part(self, location: Sequence[int | str]) -> Location:
+        """`location` up to the first key that is unknown, or to the setting that holds it."""
+        known: list[str] = []
+        properties: Mapping[str, Any] | None = self._properties(self._root)
+        for key in location:
+            if properties is None or not isinstance(key, str):
+                break
+            known.append(key)
+            properties = self._properties(properties[key]) if key in properties else None
+        return tuple(known)
+
+    def problem(self, location: Location, kind: str, said: str, given: Any) -> str:
+        if kind == "extra_forbidden":
+            return self._unknown(location, given)
+        key = ".".join(location)
+        schema = self._at(location)
+        properties = self._properties(schema)
+        if properties is not None:
+            return (
+                f"{key} = {_shown(given)}: this is a table; write it as [{key}] with keys "
+                f"{alternatives(list(properties))}"
+            )
+        allowed, suggestion = _allowed(schema), _suggestion(schema, given)
+        told = f"allowed is {allowed}" if allowed else said
+        hint = f"; did you mean {suggestion}?" if suggestion else ""
+        return f"{key} = {_shown(given)}: {told}{hint}"
+
+    def _unknown(self, location: Location, given: Any) -> str:
+        *path, leaf = location
+        table = ".".join(path)
+        known = self._properties(self._at(tuple(path))) or {}
+        near = self._nearest(table, leaf, known)
+        hint = f"; did you mean {near}?" if near else ""
+        what = "table" if isinstance(given, Mapping) else "setting"
+        where = f"[{table}] knows" if table else "tables are"
+        return (
+            f"{'.'.join(location)} = {_shown(given)}: no such {what}{hint} "
+            f"({where} {', '.join(known)})"
+        )
+
+    def _nearest(self, table: str, leaf: str, known: Iterable[str]) -> str | None:
+        """In the same table if it is close, else the same or a close name elsewhere."""
+        prefix = f"{table}." if table else ""
+        here = nearest(leaf, known, 0.75)
+        if here:
+            return prefix + here
+        elsewhere: dict[str, list[str]] = {}
+        for key in self._leaves(self._root, ""):
+            elsewhere.setdefault(key.rpartition(".")[2], []).append(key)
+        if leaf in elsewhere:
+            return alternatives(elsewhere[leaf])
+        here = nearest(leaf, known)
+        if here:
+            return prefix + here
+        there = nearest(leaf, elsewhere, 0.8)
+        return alternatives(elsewhere[there]) if there else None
+
+    def _leaves(self, schema: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        for key, inner in (self._properties(schema) or {}).items():
+            if self._properties(inner) is None:
+                yield prefix + key
+            else:
+                yield from self._leaves(inner, f"{prefix}{key}.")
+
+    def _at(self, location: Location) -> Mapping[str, Any]:
+        schema: Mapping[str, Any] = self._root
+        for key in location:
+            schema = (self._properties(schema) or {})[key]
+        return schema
+
+    def _properties(self, schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Keys of a table of the model; None for a value (a free table is a value too)."""
+        reference = schema.get("$ref")
+        if reference is not None:
+            schema = self._root["$defs"][reference.rpartition("/")[2]]
+        return schema.get("properties")
+
+
+def _shown(value: Any) -> str:
+    text = toml_value(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _allowed(schema: Mapping[str, Any]) -> str:
+    if "anyOf" in schema:
+        inner = [each for each in schema["anyOf"] if each.get("type") != "null"]
+        told = alternatives([_allowed(each) for each in inner])
+        return told if len(inner) == len(schema["anyOf"]) else f"{told}, or leave it out"
+    if "enum" in schema:
+        return alternatives([toml_value(each) for each in schema["enum"]])
+    match schema.get("type"):
+        case "boolean":
+            return "true or false"
+        case "integer" | "number" as kind:
+            return ("an integer" if kind == "integer" else "a number") + _range(schema)
+        case "string":
+            return f"text like {schema['pattern']}" if "pattern" in schema else "text in quotes"
+        case "object":
+            return "a table"
+        case "array":
+            return "an array"
+        case _:
+            return ""
+
+
+def _range(schema: Mapping[str, Any]) -> str:
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if low is not None and high is not None:
+        return f" from {low} to {high}"
+    bounds = {
+        "at least {}": low,
+        "above {}": schema.get("exclusiveMinimum"),
+        "at most {}": high,
+        "below {}": schema.get("exclusiveMaximum"),
+    }
+    told = [form.format(bound) for form, bound in bounds.items() if bound is not None]
+    return " " + " and ".join(told) if told else ""
+
+
+def _suggestion(schema: Mapping[str, Any], given: Any) -> str | None:
+    """A value that the user may have meant: the nearest word, or a number out of quotes."""
+    if "anyOf" in schema:
+        return next(
+            (found for each in schema["anyOf"] if (found := _suggestion(each, given))), None
+        )
+    words = [each for each in schema.get("enum", ()) if isinstance(each, str)]
+    if words and isinstance(given, str):
+        close = nearest(given.lower(), words, 0.5)
+        return toml_value(close) if close else None
+    kind = schema.get("type")
+    if isinstance(given, str):
+        forms = {
+            "boolean": r"(?i:true|false)",
+            "integer": r"[+-]?\d+",
+            "number": r"[+-]?\d+(\.\d+)?([eE][+-]?\d+)?",
+        }
+        form = forms.get(str(kind))
+        if form and re.fullmatch(form, given.strip()):
+            return f"{given.strip().lower()} without quotes"
+    if kind == "integer" and isinstance(given, float) and given.is_integer():
+        return str(int(given))
+    if kind == "string" and isinstance(given, int | float) and not isinstance(given, bool):
+        return toml_value(str(given))
+    return None

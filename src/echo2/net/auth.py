@@ -1,0 +1,146 @@
+"""No stranger gets in: ZeroMQ asks here about every CURVE key, and the allow-list answers.
+
+One `Authenticator` per context serves all its sockets. It is started before the first bind
+(a `Router` refuses to bind without it), and every socket names the domain and enforces it,
+since without a handler CURVE admits all who know the server's public key. A key on the list
+gets its NAME as User-Id, which each of its messages then carries; it cannot be forged, and
+`Router` checks name and key against the list once more for each message.
+
+What is refused is counted, and logged once per key. A revoked key is refused at its next
+handshake; ZeroMQ cannot close its connection, so `Router` ignores it from then on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+from weakref import WeakKeyDictionary
+
+import structlog
+import zmq
+import zmq.asyncio
+from zmq.utils import z85
+
+from echo2.errors import LocalProtocolError
+from echo2.net.keys import AllowList, KeyPair, load_or_create_key
+from echo2.net.sockets import ZAP_DOMAIN, ZAP_ENDPOINT, zap_socket
+from echo2.net.tasks import OwnedTasks
+from echo2.net.wakeups import Wakeups
+
+__all__ = [
+    "KEY_PROPERTY",
+    "AllowList",
+    "Authenticator",
+    "KeyPair",
+    "load_or_create_key",
+]
+
+log = structlog.get_logger()
+
+KEY_PROPERTY: Final = "Echo2-Key"
+"""Property of each message that holds the verified public key."""
+_STRANGERS_LOGGED_MAX: Final = 1024
+
+
+class Authenticator:
+    """The ZAP handler of `context` (RFC 27). Counts `admitted` and `refused` by reason."""
+
+    def __init__(self, context: zmq.asyncio.Context, allow_list: AllowList) -> None:
+        self.allow_list = allow_list
+        self.admitted = 0
+        self.refused: Counter[str] = Counter()
+        self._context = context
+        self._logged: set[str] = set()
+        self._tasks = OwnedTasks("authenticator")
+        self._socket: zmq.Socket[bytes] | None = None
+
+    @staticmethod
+    def of(context: zmq.asyncio.Context) -> Authenticator | None:
+        """The one that runs on `context`."""
+        return _running.get(context)
+
+    async def start(self) -> None:
+        """Raises LocalProtocolError if the context has one already."""
+        if _running.setdefault(self._context, self) is not self or self._socket is not None:
+            raise LocalProtocolError(
+                "this context already has an Authenticator; one serves all sockets of a context"
+            )
+        self._socket = zap_socket(self._context)
+        try:
+            self._socket.bind(ZAP_ENDPOINT)
+        except zmq.ZMQError as error:
+            await self.stop()
+            raise LocalProtocolError(f"{ZAP_ENDPOINT} is taken in this context: {error}") from error
+        self._tasks.start(self._run(self._socket), name="serve")
+
+    async def stop(self) -> None:
+        """From now on every handshake is refused. Raises what ended the handler, if anything."""
+        if _running.get(self._context) is self:
+            del _running[self._context]
+        try:
+            await self._tasks.stop()
+        finally:
+            if self._socket is not None:
+                self._socket.close()
+
+    async def wait(self) -> None:
+        """Until stopped; raises what ended the handler: nobody could connect without it."""
+        await self._tasks.wait()
+
+    async def _run(self, socket: zmq.Socket[bytes]) -> None:
+        wakeups = Wakeups(socket)
+        try:
+            while True:
+                try:
+                    request = socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    await wakeups.wait()
+                    continue
+                socket.send_multipart(self.answer(request))
+        finally:
+            wakeups.close()
+
+    def answer(self, request: list[bytes]) -> list[bytes]:
+        """The reply to a request: [version, request id, domain, address, routing id,
+        mechanism, credentials...]."""
+        if len(request) < 6:
+            raise LocalProtocolError(f"ZeroMQ sent a ZAP request of {len(request)} frames")
+        version, request_id, domain, address, _, mechanism, *credentials = request
+        name, key, reason = None, "", ""
+        if version != b"1.0" or mechanism != b"CURVE" or [len(c) for c in credentials] != [32]:
+            reason = "mechanism"
+        elif domain != ZAP_DOMAIN.encode():
+            reason = "domain"
+        else:
+            key = z85.encode(credentials[0]).decode()
+            name = self.allow_list.name_of(key)
+            reason = "" if name is not None else "stranger"
+        if name is None:
+            self._note_refusal(reason, key=key, address=address.decode(errors="replace"))
+            return [b"1.0", request_id, b"400", reason.encode(), b"", b""]
+        self.admitted += 1
+        log.debug("peer_admitted", peer=name, address=address.decode(errors="replace"))
+        return [b"1.0", request_id, b"200", b"", name.encode(), _property(KEY_PROPERTY, key)]
+
+    def _note_refusal(self, reason: str, *, key: str, address: str) -> None:
+        self.refused[reason] += 1
+        if key in self._logged:
+            return
+        if len(self._logged) >= _STRANGERS_LOGGED_MAX:
+            self._logged.clear()
+        self._logged.add(key)
+        log.warning("peer_refused", reason=reason, public_key=key, address=address)
+
+
+_running: WeakKeyDictionary[zmq.asyncio.Context, Authenticator] = WeakKeyDictionary()
+
+
+def _property(name: str, value: str) -> bytes:
+    """One ZMTP metadata property."""
+    name_bytes, value_bytes = name.encode(), value.encode()
+    return (
+        len(name_bytes).to_bytes(1, "big")
+        + name_bytes
+        + len(value_bytes).to_bytes(4, "big")
+        + value_bytes
+    )

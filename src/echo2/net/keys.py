@@ -1,0 +1,239 @@
+"""A secret key is readable by its owner only, and only names in the allow-list get in.
+
+keys/NAME.key            secret key of NAME on this machine: one comment, one line; mode 0600
+keys/authorized/NAME.pub public key of a peer that may connect, and that is NAME from then on
+
+Files are written aside and renamed: a reader sees a whole key or none. The allow-list is
+re-read whenever its folder changes (a file added, removed or renamed into place); a file
+that is edited in place is not noticed. Who connects is decided in `net.auth`, and every
+message is checked again in `net.router`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import structlog
+import zmq
+
+from echo2.errors import ConfigError
+
+log = structlog.get_logger()
+
+NAME_PATTERN: Final = re.compile(r"[\w-][\w.-]{0,63}")
+_KEY_PATTERN: Final = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_SETTLED_NS: Final = 50_000_000
+"""A folder's time stamp moves in steps of a few ms: read so soon after a change, the folder
+may change once more under the same stamp."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """A CURVE key pair as Z85 text of 40 characters each."""
+
+    public: str
+    secret: str = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if not (_KEY_PATTERN.fullmatch(self.public) and _KEY_PATTERN.fullmatch(self.secret)):
+            raise ConfigError("a CURVE key is Z85 text of 40 characters; one of this pair is not")
+
+    @classmethod
+    def generate(cls) -> KeyPair:
+        public, secret = zmq.curve_keypair()
+        return cls(public.decode(), secret.decode())
+
+    @classmethod
+    def from_secret(cls, secret: str) -> KeyPair:
+        """The pair of a secret key in Z85."""
+        return cls(zmq.curve_public(secret.encode()).decode(), secret)
+
+
+def load_or_create_key(path: str | os.PathLike[str]) -> KeyPair:
+    """The key pair in the file `path`, made on first use (two processes get the same one).
+
+    Raises ConfigError when others can read the file or when it holds no key.
+    """
+    path = Path(path)
+    if not path.exists():
+        _make_folder(path.parent)
+        _create_key(path, KeyPair.generate())
+    return _load_key(path)
+
+
+class AllowList:
+    """The public keys in `folder` and their names. Made with mode 0700 if it is missing.
+
+    Raises ConfigError when others could write to the folder, and so let themselves in.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        _make_folder(self.folder)
+        mode = self.folder.stat().st_mode
+        if mode & 0o022:
+            raise ConfigError(
+                f"allow-list {self.folder} can be written by others (mode {mode & 0o777:04o}), who "
+                f"could let themselves in; only its owner may; run: chmod 700 {self.folder}"
+            )
+        self.generation = 0
+        """Counts how often the list was read anew."""
+        self._key_of: dict[str, str] = {}
+        self._name_of: dict[str, str] = {}
+        self._stamp: tuple[int, int] | None = None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the folder if it changed. Costs one stat otherwise."""
+        try:
+            stat = self.folder.stat()
+        except FileNotFoundError:
+            stamp = (0, 0)
+        else:
+            stamp = (stat.st_mtime_ns, stat.st_ino)
+        if stamp == self._stamp:
+            return
+        settled = abs(time.time_ns() - stamp[0]) > _SETTLED_NS
+        self._stamp = stamp if settled else None
+        self._read()
+
+    def name_of(self, public_key: str) -> str | None:
+        """Who holds `public_key` now; None: a stranger."""
+        self.refresh()
+        return self._name_of.get(public_key)
+
+    def holds(self, name: str, public_key: str) -> bool:
+        """Whether `public_key` is that of `name`, as of the last `refresh`."""
+        return self._key_of.get(name) == public_key
+
+    def names(self) -> tuple[str, ...]:
+        self.refresh()
+        return tuple(sorted(self._key_of))
+
+    def authorize(self, name: str, public_key: str) -> None:
+        """Let the holder of `public_key` in as `name`; another key of that name is replaced.
+
+        Raises ConfigError for a bad name or key, and for a key that has another name.
+        """
+        check_name(name)
+        check_public_key(public_key, owner=name)
+        holder = self.name_of(public_key)
+        if holder not in (None, name):
+            raise ConfigError(
+                f"the key of {name} is already authorized as {holder}; each peer needs a key of "
+                f"its own; revoke {holder} first or make a new key"
+            )
+        aside = _write_aside(self.folder / f"{name}.pub", f"{public_key}\n", mode=0o644)
+        aside.rename(self.folder / f"{name}.pub")
+        self._reread()
+
+    def revoke(self, name: str) -> bool:
+        """Take `name` off the list; False if it was not on it."""
+        try:
+            (self.folder / f"{name}.pub").unlink()
+        except FileNotFoundError:
+            return False
+        finally:
+            self._reread()
+        return True
+
+    def _reread(self) -> None:
+        self._stamp = None
+        self.refresh()
+
+    def _read(self) -> None:
+        key_of: dict[str, str] = {}
+        name_of: dict[str, str] = {}
+        for path in sorted(self.folder.glob("*.pub")):
+            problem = ""
+            try:
+                key = path.read_text(encoding="ascii").strip()
+            except FileNotFoundError:
+                continue  # revoked while we read
+            except (OSError, ValueError) as error:
+                key, problem = "", str(error)
+            if not problem and not NAME_PATTERN.fullmatch(path.stem):
+                problem = "its name cannot name a peer"
+            elif not problem and not _KEY_PATTERN.fullmatch(key):
+                problem = "it holds no Z85 key of 40 characters"
+            elif key in name_of:
+                problem = f"its key is already that of {name_of[key]}"
+            if problem:
+                log.warning("public_key_ignored", path=str(path), reason=problem)
+                continue
+            key_of[path.stem] = key
+            name_of[key] = path.stem
+        if key_of != self._key_of:
+            self._key_of, self._name_of = key_of, name_of
+            self.generation += 1
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigError when `name` cannot name a peer."""
+    if not NAME_PATTERN.fullmatch(name):
+        raise ConfigError(
+            f'"{name}" cannot name a peer; 1 to 64 letters, digits, "_", "-" and (not first) "." '
+            f'are allowed, for example "w-1"'
+        )
+
+
+def check_public_key(key: str, *, owner: str) -> None:
+    """Raises ConfigError when `key` cannot be the public key of `owner`."""
+    if not _KEY_PATTERN.fullmatch(key):
+        raise ConfigError(
+            f"the public key of {owner} has {len(key)} characters or strange ones; it is Z85 "
+            f"text of 40 characters"
+        )
+
+
+def _make_folder(folder: Path) -> None:
+    if not folder.parent.exists():
+        _make_folder(folder.parent)
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def _create_key(path: Path, keys: KeyPair) -> None:
+    text = f"# Secret CURVE key of {path.stem}, for its owner only.\n{keys.secret}\n"
+    aside = _write_aside(path, text, mode=0o600)
+    try:
+        os.link(aside, path)  # unlike a rename, it never replaces another's key
+    except FileExistsError:
+        pass  # another process was first; its key counts
+    finally:
+        aside.unlink()
+
+
+def _load_key(path: Path) -> KeyPair:
+    try:
+        with path.open(encoding="ascii") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if mode & 0o077:
+                raise ConfigError(
+                    f"secret key {path} can be read by others (mode {mode & 0o777:04o}); only its "
+                    f"owner may; run: chmod 600 {path}"
+                )
+            lines = file.read(4096).split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"secret key {path} cannot be read: {error}") from error
+    secrets = [line.strip() for line in lines if line.strip() and not line.startswith("# ")]
+    if len(secrets) != 1 or not _KEY_PATTERN.fullmatch(secrets[0]):
+        raise ConfigError(
+            f"{path} holds no secret key; it has one line of Z85 text of 40 characters; remove "
+            f"the file and a new key is made, to be authorized again"
+        )
+    return KeyPair.from_secret(secrets[0])
+
+
+def _write_aside(path: Path, text: str, *, mode: int) -> Path:
+    aside = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return aside

@@ -1,0 +1,393 @@
+"""One server socket: verified peers' valid messages go in, replies find their way back.
+
+Every message is checked before anyone sees it: its sender is the name of a key that is in
+the allow-list now (User-Id of the message, never the routing id), and its content is a
+message that this peer may send here. The rest is refused and counted by reason; no input
+stops the router. `on_message` runs on the event loop and does not wait; an exception out of
+it is our own bug: it is logged, stops the router, and is raised by `wait` and `stop`.
+
+One task owns the socket:
+
+    receive a bounded number -> on_message each -> send a bounded number -> yield -> again
+
+so a flood from one peer delays the loop by one turn only. What is sent waits in a queue per
+peer, bounded in bytes: a slow peer fills its own and no other. A peer that cannot be reached
+loses its queue. A queued message may be lost with its connection: what must arrive is sent
+until it is acknowledged, which is the senders' business.
+
+A peer can be reached as soon as its `Dealer` is connected, over the connection on which it
+spoke last. When two connections of one key speak by turns (a key that was copied to two
+daemons), it is logged once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import structlog
+import zmq
+import zmq.asyncio
+
+from echo2 import wire
+from echo2.errors import ConfigError, LocalProtocolError, ProtocolError, RemoteProtocolError
+from echo2.messages import Lane, Message, Role
+from echo2.net.auth import KEY_PROPERTY, Authenticator
+from echo2.net.keys import NAME_PATTERN, AllowList, KeyPair
+from echo2.net.sockets import LANES, check_endpoint, monitor_socket, router_socket, split_endpoint
+from echo2.net.tasks import OwnedTasks
+from echo2.net.wakeups import Wakeups, is_ready
+from echo2.types import PeerId
+
+log = structlog.get_logger()
+
+MESSAGES_PER_TURN: Final = 64
+BYTES_PER_TURN: Final = 8 << 20
+PEERS_MAX: Final = 65536
+_SENT_PER_PEER_AND_TURN: Final = 16
+_RETRY_S: Final = 0.01
+_BIND_RETRY_S: Final = 0.05
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    route: bytes
+    route_before: bytes = b""
+    queue: deque[list[bytes]] = field(default_factory=deque)
+    queued_bytes: int = 0
+
+
+class Router:
+    """The server's end of a lane.
+
+    `client_roles` narrows what a peer may send to the messages of these roles; by default
+    any role but our own. Without `keys` (loopback only) a peer is who it says it is.
+    `credit_bytes`: most bytes that wait for one peer. Raises ConfigError for an address that
+    is none, and without CURVE for one that is not loopback.
+    """
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        *,
+        lane: Lane,
+        role: Role,
+        bind: str,
+        keys: KeyPair | None,
+        on_message: Callable[[PeerId, Message], None],
+        on_refused: Callable[[PeerId | None, ProtocolError], None] | None = None,
+        client_roles: Callable[[PeerId], frozenset[Role]] | None = None,
+        credit_bytes: int | None = None,
+    ) -> None:
+        self.endpoint = ""
+        """Where it is bound, with the real port; "" before `start`."""
+        self.refused: Counter[str] = Counter()
+        """Messages that were refused, by reason."""
+        self.counters: Counter[str] = Counter()
+        """connections, received, sent, unknown_peer, no_credit, unreachable, dropped,
+        handshake_failed."""
+        check_endpoint(bind, encrypted=keys is not None)
+        self._context = context
+        self._lane = lane
+        self._role = role
+        self._bind = bind
+        self._keys = keys
+        self._on_message = on_message
+        self._on_refused = on_refused
+        others = frozenset(Role) - {role}
+        self._client_roles = client_roles or (lambda peer: others)
+        self._credit_bytes = LANES[lane].credit_bytes if credit_bytes is None else credit_bytes
+        self._peers: dict[PeerId, _Peer] = {}
+        self._queued: dict[PeerId, None] = {}  # who has a queue, in the order of service
+        self._twins: set[PeerId] = set()
+        self._allow_list: AllowList | None = None
+        self._generation = 0
+        self._tasks = OwnedTasks(f"router.{lane}")
+        self._serving: asyncio.Task[None] | None = None
+        self._wakeups: Wakeups | None = None
+        self._sockets: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
+        self._stopping = False
+
+    async def start(self, *, bind_timeout_s: float = 2.0) -> None:
+        """Bind and serve. A port that a process just left is tried for `bind_timeout_s`.
+
+        Raises ConfigError when the address cannot be bound, LocalProtocolError when no
+        Authenticator runs yet.
+        """
+        if self._keys is not None:
+            authenticator = Authenticator.of(self._context)
+            if authenticator is None:
+                raise LocalProtocolError(
+                    f"no Authenticator runs on this context; start it before the {self._lane} "
+                    f"router binds"
+                )
+            self._allow_list = authenticator.allow_list
+        socket = router_socket(
+            self._context, lane=self._lane, role=self._role, keys=self._keys, bind=self._bind
+        )
+        monitor = monitor_socket(self._context, socket, events=zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+        self._sockets = (socket, monitor)
+        try:
+            self.endpoint = await self._bind_socket(socket, bind_timeout_s)
+        except BaseException:
+            self._close()
+            raise
+        self._wakeups = Wakeups(socket, monitor)
+        run = self._run(socket, monitor, self._wakeups)
+        self._serving = self._tasks.start(run, name="serve")
+
+    async def stop(self, *, flush_s: float = 1.0) -> None:
+        """Send what is queued, for at most `flush_s`, and close. Raises what stopped the
+        router before, unless `wait` did."""
+        self._stopping = True
+        if self._serving is not None and self._wakeups is not None:
+            self._wakeups.set()
+            await asyncio.wait({self._serving}, timeout=flush_s)
+        try:
+            await self._tasks.stop()
+        finally:
+            self._close()
+
+    async def wait(self) -> None:
+        """Until stopped; raises what stopped it (an exception out of `on_message`). Its
+        owner awaits this."""
+        await self._tasks.wait()
+
+    def send(self, peer: PeerId, message: Message) -> bool:
+        """Queue `message`. False, and counted: the peer is not known or not allowed any
+        more, or its credit is used up. One message is always accepted into an empty queue.
+
+        Raises LocalProtocolError when the message is not one of ours to send.
+        """
+        if message.LANE is not self._lane or self._role not in message.SENDERS:
+            raise LocalProtocolError(
+                f"{type(message).__name__} is not sent by {self._role} on lane {self._lane}"
+            )
+        state = self._peers.get(peer)
+        if state is None:
+            self.counters["unknown_peer"] += 1
+            return False
+        frames = wire.encode(message)
+        size = sum(map(len, frames))
+        if state.queue and state.queued_bytes + size > self._credit_bytes:
+            self.counters["no_credit"] += 1
+            return False
+        state.queue.append(frames)
+        state.queued_bytes += size
+        self._queued[peer] = None
+        if self._wakeups is not None:
+            self._wakeups.set()
+        return True
+
+    def credit(self, peer: PeerId) -> int:
+        """Bytes that may be queued for `peer` now; 0 if it is not known."""
+        state = self._peers.get(peer)
+        return 0 if state is None else max(0, self._credit_bytes - state.queued_bytes)
+
+    def peers(self) -> tuple[PeerId, ...]:
+        """Those that can be sent to, as far as known."""
+        return tuple(self._peers)
+
+    async def _run(
+        self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], wakeups: Wakeups
+    ) -> None:
+        try:
+            while True:
+                self._forget_revoked()
+                worked = 0 if self._stopping else self._receive_turn(socket)
+                worked += self._send_turn(socket)
+                worked += self._count_failed_handshakes(monitor)
+                if worked:
+                    await asyncio.sleep(0)
+                elif self._stopping and not self._queued:
+                    return
+                elif not is_ready(socket, zmq.POLLIN) or self._stopping:
+                    # Whose pipe has room again cannot be asked of a ROUTER: look again soon.
+                    await wakeups.wait(_RETRY_S if self._queued else None)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        """Also when `_run` was cancelled before its first step."""
+        if self._wakeups is not None:
+            self._wakeups.close()
+            self._wakeups = None
+        if self._sockets is not None:
+            socket, monitor = self._sockets
+            self._sockets = None
+            socket.disable_monitor()
+            monitor.close()
+            socket.close()
+
+    async def _bind_socket(self, socket: zmq.Socket[bytes], timeout_s: float) -> str:
+        host, port = split_endpoint(self._bind)
+        address = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+        wanted = f"{address}:{'*' if port == '0' else port}"
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while True:
+            try:
+                socket.bind(wanted)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE or loop.time() > deadline:
+                    raise ConfigError(
+                        f"the {self._lane} socket cannot listen on {self._bind}: {error.strerror}; "
+                        f"choose an address of this machine and a free port (0: any free port)"
+                    ) from error
+                await asyncio.sleep(_BIND_RETRY_S)
+            else:
+                return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def _receive_turn(self, socket: zmq.Socket[bytes]) -> int:
+        num_messages = num_bytes = 0
+        while num_messages < MESSAGES_PER_TURN and num_bytes < BYTES_PER_TURN:
+            try:
+                frames = _receive(socket)
+            except zmq.Again:
+                break
+            num_messages += 1
+            num_bytes += sum(map(len, frames))
+            self._take(frames)
+        return num_messages
+
+    def _take(self, frames: list[zmq.Frame]) -> None:
+        route, *parts = frames
+        peer = None
+        try:
+            peer = self._identify(route, parts[0])
+            if len(parts) == 1 and not len(parts[0]):
+                self._learn_route(peer, route.bytes)  # a Dealer connected (PROBE_ROUTER)
+                self.counters["connections"] += 1
+                return
+            message = wire.decode(
+                [part.buffer for part in parts],
+                lane=self._lane,
+                sender=self._client_roles(peer),
+                receiver=self._role,
+            )
+            self._learn_route(peer, route.bytes)
+        except RemoteProtocolError as error:
+            self.refused[error.reason] += 1
+            if self._on_refused is not None:
+                self._on_refused(peer, error)
+            return
+        self.counters["received"] += 1
+        try:
+            self._on_message(peer, message)
+        except Exception as error:
+            error.add_note(f"while {peer}'s {type(message).__name__} was handled")
+            raise
+
+    def _identify(self, route: zmq.Frame, part: zmq.Frame) -> PeerId:
+        if self._allow_list is None:
+            name = route.bytes.decode(errors="replace")
+            if not NAME_PATTERN.fullmatch(name):
+                raise RemoteProtocolError(
+                    "a peer without a name connected; a Dealer names itself when CURVE is off",
+                    reason="unauthenticated",
+                )
+            return PeerId(name)
+        try:
+            name, key = str(part.get("User-Id")), str(part.get(KEY_PROPERTY))
+        except zmq.ZMQError:
+            raise RemoteProtocolError(
+                "a message without a verified key came", reason="unauthenticated"
+            ) from None
+        if not self._allow_list.holds(name, key):
+            raise RemoteProtocolError(
+                f"{name} sent a message, but its key is not in the allow-list any more",
+                reason="revoked",
+            )
+        return PeerId(name)
+
+    def _learn_route(self, peer: PeerId, route: bytes) -> None:
+        state = self._peers.get(peer)
+        if state is None:
+            if len(self._peers) >= PEERS_MAX:
+                raise RemoteProtocolError(
+                    f"{peer} is one peer too many; at most {PEERS_MAX} are served",
+                    reason="too_many_peers",
+                )
+            self._peers[peer] = _Peer(route)
+        elif state.route != route:
+            if state.route_before == route and peer not in self._twins:
+                self._twins.add(peer)
+                log.warning("connections_alternated", peer=peer, lane=self._lane)
+            state.route_before, state.route = state.route, route
+            self._drop_queue(peer, state)
+
+    def _forget_revoked(self) -> None:
+        if self._allow_list is None:
+            return
+        self._allow_list.refresh()
+        if self._generation != self._allow_list.generation:
+            self._generation = self._allow_list.generation
+            for peer in set(self._peers).difference(self._allow_list.names()):
+                self._forget(peer)
+
+    def _send_turn(self, socket: zmq.Socket[bytes]) -> int:
+        num_messages = num_bytes = 0
+        for peer in list(self._queued):
+            if num_messages >= MESSAGES_PER_TURN or num_bytes >= BYTES_PER_TURN:
+                break
+            state = self._peers[peer]
+            queued_before = state.queued_bytes
+            num_messages += self._send_some(socket, peer, state)
+            num_bytes += queued_before - state.queued_bytes
+            self._queued.pop(peer, None)
+            if state.queue:
+                self._queued[peer] = None  # to the end of the line
+        return num_messages
+
+    def _send_some(self, socket: zmq.Socket[bytes], peer: PeerId, state: _Peer) -> int:
+        num_messages = 0
+        while state.queue and num_messages < _SENT_PER_PEER_AND_TURN:
+            try:
+                socket.send_multipart([state.route, *state.queue[0]], zmq.NOBLOCK)
+            except zmq.Again:
+                break  # its pipe is full
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                self.counters["unreachable"] += 1
+                self._forget(peer)
+                break
+            state.queued_bytes -= sum(map(len, state.queue.popleft()))
+            num_messages += 1
+        self.counters["sent"] += num_messages
+        return num_messages
+
+    def _forget(self, peer: PeerId) -> None:
+        self._drop_queue(peer, self._peers.pop(peer))
+        self._twins.discard(peer)
+
+    def _drop_queue(self, peer: PeerId, state: _Peer) -> None:
+        self.counters["dropped"] += len(state.queue)
+        state.queue.clear()
+        state.queued_bytes = 0
+        self._queued.pop(peer, None)
+
+    def _count_failed_handshakes(self, monitor: zmq.Socket[bytes]) -> int:
+        num_events = 0
+        while num_events < MESSAGES_PER_TURN:
+            try:
+                monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            num_events += 1
+        self.counters["handshake_failed"] += num_events
+        return num_events
+
+
+def _receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
+    """One message, of which at most one frame more than any message has is kept."""
+    frames = [socket.recv(zmq.NOBLOCK, copy=False)]
+    while frames[-1].more:
+        frame = socket.recv(copy=False)  # parts of one message come together
+        if len(frames) > wire.FRAMES_MAX + 1:
+            frames.pop()
+        frames.append(frame)
+    return frames

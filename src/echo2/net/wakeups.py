@@ -1,0 +1,62 @@
+"""No ready socket is slept on: one task waits here for its ZeroMQ sockets.
+
+A ZeroMQ descriptor is edge-triggered. It turns readable when the socket's I/O thread has
+news, and ANY call on the socket (a send, a receive, reading EVENTS) may consume that edge.
+So the one task that owns the sockets lives by this cycle, and nobody else touches them:
+
+    take what is there without waiting -> nothing was there -> look at EVENTS once more
+    -> `wait` -> again
+
+`set` wakes the task from outside (there is something to send). A wake-up that comes at any
+moment after the last `wait` returned is kept, and spurious ones are allowed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import zmq
+
+
+class Wakeups:
+    """Watches the descriptors of `sockets` on the running loop until `close`."""
+
+    def __init__(self, *sockets: zmq.Socket[Any]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._descriptors = [int(socket.getsockopt(zmq.FD)) for socket in sockets]
+        self._is_set = True  # what happened before the watch began is not known
+        self._waiter: asyncio.Future[None] | None = None
+        for descriptor in self._descriptors:
+            self._loop.add_reader(descriptor, self.set)
+
+    def set(self) -> None:
+        self._is_set = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self, timeout_s: float | None = None) -> None:
+        """Return when something may have happened since the last return, or after
+        `timeout_s`. For one task only."""
+        if not self._is_set:
+            self._waiter = self._loop.create_future()
+            timer = None if timeout_s is None else self._loop.call_later(timeout_s, self.set)
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+                if timer is not None:
+                    timer.cancel()
+        self._is_set = False
+
+    def close(self) -> None:
+        """Stop watching; to be called before the sockets are closed."""
+        for descriptor in self._descriptors:
+            self._loop.remove_reader(descriptor)
+        self._descriptors.clear()
+
+
+def is_ready(socket: zmq.Socket[Any], flags: int) -> bool:
+    """Whether `socket` can do one of `flags` (zmq.POLLIN, zmq.POLLOUT) now. Handles all of
+    the socket's news, so its descriptor falls silent until there is more."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & flags)

@@ -1,0 +1,310 @@
+"""A whole run on a virtual clock: the production core between simulated peers.
+
+Promise: what `run` does follows from the scenario alone; after every event the promises are
+checked (`Invariants`), and a run that does not end in bounded virtual time is a violation.
+The shell here does what the coordinator's shell does: it hands events in, carries effects
+out, refuses what the protocol forbids, and decides nothing.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from echo2.core.coordinator import CoordinatorState
+from echo2.core.effects import DeliverGroup, Effect, Emit, Finish, Persist, Send
+from echo2.core.events import Event, Persisted, Received, Tick
+from echo2.core.waits import waits
+from echo2.errors import RemoteProtocolError
+from echo2.ledger.events_log import EventsLog, restore
+from echo2.messages import GroupResult, Heartbeat, LearnerHeartbeat, Message, Refused
+from echo2.sim.faults import FaultInjector
+from echo2.sim.invariants import Invariants, Violation
+from echo2.sim.learner import Disk, SimLearner
+from echo2.sim.network import Network
+from echo2.sim.scenario import Scenario
+from echo2.sim.timeline import Timeline
+from echo2.sim.worker import SimWorker
+from echo2.types import PeerId
+
+TRACE_LENGTH = 60
+RECENT_RESULTS_MAX = 50
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run came to. Times in virtual seconds; `staleness` counts trained groups."""
+
+    reason: str = ""
+    finished: bool = False
+    step: int = 0
+    virtual_s: float = 0.0
+    num_events: int = 0
+    ends: Counter[str] = field(default_factory=Counter)
+    returned: int = 0
+    staleness: Counter[int] = field(default_factory=Counter)
+    events: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    bubble: float = 0.0
+    cost_usd: float = 0.0
+
+
+class Simulation:
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.timeline = Timeline()
+        self.network = Network(
+            self.timeline, Random(f"network {scenario.seed}"), scenario.network
+        )
+        self.core = CoordinatorState(scenario.settings)
+        self.invariants = Invariants(scenario.settings)
+        self.outcome = Outcome()
+        self.trace: deque[str] = deque(maxlen=TRACE_LENGTH)
+        self.disk = Disk()
+        self.learner: SimLearner | None = None
+        self.processes: dict[PeerId, SimWorker | SimLearner] = {}
+        self.recent: deque[tuple[PeerId, GroupResult]] = deque(maxlen=RECENT_RESULTS_MAX)
+        self.clock_offset_s = 0.0
+        self.calm = scenario.faults.until_s <= 0
+        self.finish: Finish | None = None
+        self._rng = Random(f"world {scenario.seed}")
+        self._spawned = 0
+        self._epoch = 0
+        self._persisting: list[int] = []
+        self._lines: list[Emit] = []
+        self._waited = [0.0, 0.0]
+
+    # ------------------------------------------------------------------------- running
+
+    def run(self) -> Outcome:
+        """Play the scenario to its end. Raises Violation when a promise breaks."""
+        scenario, timeline = self.scenario, self.timeline
+        self._tick()
+        for index, _ in enumerate(scenario.workers):
+            timeline.at(0.01 * self._rng.random(), self.start_worker, index)
+        timeline.at(0.0, self.start_learner)
+        if not self.calm:
+            FaultInjector(self).start()
+            timeline.at(scenario.faults.until_s, self._calm_down)
+        until_s = scenario.faults.until_s + scenario.patience_s
+        if not timeline.run(until_s=until_s, stop=lambda: self.finish is not None):
+            causes = "; ".join(waits(self.core.state, self.core.dispatcher.reason))
+            raise Violation(
+                f"no end {scenario.patience_s:g} s after the last fault: step "
+                f"{self.core.state.step} of {scenario.steps}; {causes}"
+            )
+        return self._concluded()
+
+    def _concluded(self) -> Outcome:
+        outcome, finish, state = self.outcome, self.finish, self.core.state
+        assert finish is not None
+        self._count_times()
+        outcome.reason, outcome.finished = finish.reason, finish.finished
+        outcome.step, outcome.virtual_s = state.step, self.timeline.now
+        outcome.cost_usd = state.cost_usd
+        total = sum(self._waited)
+        outcome.bubble = self._waited[0] / total if total > 0 else 0.0
+        return outcome
+
+    def _calm_down(self) -> None:
+        """The last fault is over: from here on the run must get to its end."""
+        self.calm = True
+        self.network.heal()
+        for process in self.processes.values():
+            if isinstance(process, SimWorker):
+                process.install_failure = 0.0
+
+    def _tick(self) -> None:
+        self.feed(Tick())
+        self.timeline.after(self.scenario.tick_s, self._tick)
+
+    # --------------------------------------------------------------------- the processes
+
+    def start_worker(self, index: int) -> None:
+        """A process of worker `index` begins; an older one of that name must be dead."""
+        peer = PeerId(f"w{index}")
+        known = self.processes.get(peer)
+        if (known is not None and known.alive) or self.finish is not None:
+            return
+        self._spawned += 1
+        faults = self.scenario.faults
+        worker = SimWorker(
+            peer,
+            self.scenario.workers[index],
+            self.timeline,
+            self,
+            Random(f"worker {self.scenario.seed} {index} {self._spawned}"),
+            install_failure=0.0 if self.calm else faults.install_failure,
+        )
+        self.processes[peer] = worker
+        worker.start()
+
+    def start_learner(self, peer: PeerId | None = None) -> None:
+        """A learner process begins from a checkpoint; the one before is dead or stopped."""
+        if self.finish is not None:
+            return
+        if self.learner is not None and self.learner.alive and not self.learner.stopped:
+            return
+        self._count_times()
+        self._spawned += 1
+        model = self.scenario.learner
+        learner = SimLearner(
+            peer or PeerId("learner"),
+            model,
+            self.timeline,
+            self,
+            Random(f"learner {self.scenario.seed} {self._spawned}"),
+            name=f"hello{self._spawned}",
+            disk=self.disk,
+            steps=self.scenario.steps,
+            period=self.scenario.settings.period,
+            on_end=self._learner_ended,
+        )
+        self.learner = learner
+        self.processes[learner.peer] = learner
+        kept = self.disk.kept or [0]
+        any_of = model.resumes_any_checkpoint and not self.calm
+        self.disk = learner.disk = Disk(list(self.disk.kept))
+        learner.start(self._rng.choice(kept) if any_of else max(kept))
+
+    def _learner_ended(self, reason: str) -> None:
+        """A supervisor starts a learner again that ended although the run goes on."""
+        self.note(f"learner ended: {reason}")
+        if self.learner is not None and not self.learner.alive:
+            self.timeline.after(self.scenario.learner.rest_s, self.start_learner)
+
+    def _count_times(self) -> None:
+        if self.learner is not None:
+            self._waited[0] += self.learner.wait_s
+            self._waited[1] += self.learner.train_s
+
+    def restart_coordinator(self) -> None:
+        """Kill -9 and start again: a new core, with what the old one's records say."""
+        self.note("coordinator restarts")
+        with tempfile.TemporaryDirectory() as folder:
+            log = EventsLog(Path(folder) / "events.jsonl")
+            log.open()
+            for line in self._lines:
+                log.write(line.event, line.fields)
+            log.close()
+            restored = restore(log.path)
+        self.core = CoordinatorState(self.scenario.settings, restored)
+        self.invariants.coordinator_restarted()
+        self._epoch += 1
+        self._persisting.clear()
+
+    # ----------------------------------------------------------------------- the network
+
+    def send(self, process: object, peer: PeerId, message: Message) -> None:
+        """From a peer to the coordinator."""
+        if isinstance(message, GroupResult):
+            self.recent.append((peer, message))
+        link = (peer, "in", message.LANE)
+        self.network.carry(peer, link, self._arrive, self._epoch, peer, message)
+
+    def _arrive(self, epoch: int, peer: PeerId, message: Message) -> None:
+        if epoch == self._epoch:
+            self.feed(Received(peer, message))
+
+    def _send_out(self, peer: PeerId, lane: str, message: object) -> None:
+        process = self.processes.get(peer)
+        if process is not None:
+            self.network.carry(peer, (peer, "out", lane), self._hand_over, process, message)
+
+    def _hand_over(self, process: SimWorker | SimLearner, message: object) -> None:
+        """Only the process that was connected when it was sent gets it."""
+        if process.alive and self.processes.get(process.peer) is process:
+            process.receive(message)
+
+    # ------------------------------------------------------------------------- the shell
+
+    def feed(self, event: Event) -> None:
+        if self.finish is not None:
+            return
+        self.outcome.num_events += 1
+        now = self.timeline.now + self.clock_offset_s
+        if not _is_routine(event):
+            self.trace.append(f"{self.timeline.now:9.3f} {_short(event)}")
+        try:
+            effects = self.core.handle(event, now)
+        except RemoteProtocolError as error:
+            assert isinstance(event, Received)
+            self.outcome.refused[error.reason] += 1
+            refusal = Refused(reason=error.reason, text=str(error)[:2048], fatal=False)
+            self._send_out(event.peer, refusal.LANE, refusal)
+            return
+        for effect in effects:
+            self._carry_out(effect)
+        self.invariants.observe(event, effects, self.core.state)
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Send(peer, message):
+                self._send_out(peer, message.LANE, message)
+            case DeliverGroup(peer):
+                self._send_out(peer, "rollouts", effect)
+            case Persist(record_id):
+                self._persist(record_id)
+            case Emit():
+                self._emit(effect)
+            case Finish():
+                self.finish = effect
+
+    def _persist(self, record_id: int) -> None:
+        """Durable after a while: in order, or in any order."""
+        delay_s = self.scenario.persist_s * self._rng.random()
+        self._persisting.append(record_id)
+        self.timeline.after(delay_s, self._persisted, self._epoch)
+
+    def _persisted(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            return
+        waiting = self._persisting
+        reorder = self.scenario.faults.records_reordered and not self.calm
+        index = self._rng.randrange(len(waiting)) if reorder else 0
+        self.feed(Persisted(waiting.pop(index)))
+
+    def _emit(self, effect: Emit) -> None:
+        outcome, fields = self.outcome, effect.fields
+        outcome.events[effect.event] += 1
+        if self.scenario.faults.coordinator_restart_s:
+            self._lines.append(effect)
+        if effect.event == "group_ended":
+            outcome.ends[fields["end"]] += 1
+            if fields["end"] == "trained":
+                outcome.staleness[fields["trained_at"] - fields["min_version"]] += 1
+        elif effect.event == "group_returned":
+            outcome.returned += 1
+            outcome.ends["trained"] -= 1
+        else:
+            self.trace.append(f"{self.timeline.now:9.3f}   -> {effect.event} {fields}")
+
+    def note(self, text: str) -> None:
+        """A line in the trace that a violation prints."""
+        self.trace.append(f"{self.timeline.now:9.3f} ** {text}")
+
+
+def _is_routine(event: Event) -> bool:
+    if isinstance(event, Received):
+        return isinstance(event.message, Heartbeat | LearnerHeartbeat)
+    return isinstance(event, Tick)
+
+
+def _short(event: Event) -> str:
+    if not isinstance(event, Received):
+        return repr(event)
+    message = event.message
+    shown = {
+        name: getattr(message, name)
+        for name in ("lease", "group", "incarnation", "step", "version", "start", "installed")
+        if hasattr(message, name)
+    }
+    return f"{event.peer}: {type(message).__name__} {shown}"
+
+
+def command_of(scenario_name: str, seed: int) -> str:
+    """The one command that plays a scenario again."""
+    return f"python -m echo2.sim {scenario_name} --seed {seed}"

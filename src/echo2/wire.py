@@ -1,0 +1,230 @@
+"""Between messages and frames: nothing but a valid message comes out, and no copy goes in.
+
+A message is a MessagePack header `[name, {field: value}]` and one raw frame for each field
+marked `Frame`, in the order of the class. `decode` checks, in this order and before the next
+step may cost anything: the number of frames, the size of the header, MessagePack within
+limits, the name, the lane, who may send and who may receive it, the number and sizes of the
+raw frames, and every field against its type. Whatever is wrong is a `RemoteProtocolError`
+with one word as its `reason`; no input raises anything else.
+
+The only importer of msgpack. Left to others: who the peer is (`net.router`) and what a valid
+message means (`core`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgpack  # type: ignore[import-untyped]
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import Buffer
+
+from echo2.errors import LocalProtocolError, RemoteProtocolError
+from echo2.messages import HEADER_MAX_BYTES, MESSAGES, Lane, Message, Role, frame_fields
+
+FRAMES_MAX: Final = 1 + max(len(frame_fields(cls)) for cls in MESSAGES.values())
+"""Most frames of any message, the header included."""
+
+_TEXT_MAX: Final = 300
+
+
+def encode(message: Message) -> list[bytes]:
+    """`message` as [header, frame...]; raw frames are the message's own bytes, not copied.
+
+    Raises LocalProtocolError when a field does not fit: a frame or header too big, or text
+    that is not UTF-8. Types were checked when the message was made.
+    """
+    codec = _codec_of(message)
+    frames = []
+    for name, max_bytes in codec.frames:
+        frame = getattr(message, name)
+        if len(frame) > max_bytes:
+            raise LocalProtocolError(
+                f"frame {name} of {codec.name} has {len(frame)} bytes; at most {max_bytes} are "
+                f"allowed; send less in one message",
+                reason="oversized",
+            )
+        frames.append(frame)
+    fields = codec.adapter.dump_python(message, exclude=codec.frame_names)
+    header = pack([codec.name, fields])
+    if len(header) > HEADER_MAX_BYTES:
+        raise LocalProtocolError(
+            f"the header of {codec.name} has {len(header)} bytes; at most {HEADER_MAX_BYTES} are "
+            f"allowed; send less in one message",
+            reason="oversized",
+        )
+    return [header, *frames]
+
+
+def decode(
+    frames: Sequence[Buffer], *, lane: Lane, sender: Role | frozenset[Role], receiver: Role
+) -> Message:
+    """The message in `frames`, which came to `receiver` on `lane`.
+
+    `sender` is the role of the peer, or all roles that it may have: one of them must be
+    among the message's senders. Frames are bytes, memoryviews or zmq Frames; raw frames of
+    the result are bytes (a copy unless they were bytes). Raises RemoteProtocolError, with a
+    reason out of: frames, oversized, malformed, unknown_message, wrong_lane, wrong_sender,
+    wrong_receiver.
+    """
+    if not 1 <= len(frames) <= FRAMES_MAX:
+        raise RemoteProtocolError(
+            f"a message of {len(frames)} frames came; it has 1 to {FRAMES_MAX}", reason="frames"
+        )
+    name, fields = _parse_header(frames[0])
+    codec = _codec_named(name)
+    _check_route(codec.cls, lane=lane, sender=sender, receiver=receiver)
+    _add_frames(fields, codec, frames)
+    try:
+        return codec.adapter.validate_python(fields)
+    except ValidationError as error:
+        raise RemoteProtocolError(f"{codec.name}: {_first_problem(error)}") from None
+
+
+def pack(plain: Any) -> bytes:
+    """Plain values (None, bool, int, float, str, bytes, list, tuple, dict) as MessagePack.
+
+    Raises LocalProtocolError for anything else.
+    """
+    try:
+        packed: bytes = msgpack.packb(plain)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise LocalProtocolError(f"cannot be packed: {error}") from error
+    return packed
+
+
+def unpack(data: Buffer, *, max_bytes: int) -> Any:
+    """What `pack` packed, with tuples as lists. Floats may be NaN or infinite.
+
+    Raises RemoteProtocolError: more than `max_bytes`, not exactly one MessagePack value, an
+    extension type, a key that is neither str nor bytes, or text that is not UTF-8.
+    """
+    return _unpack(data, max_bytes=max_bytes, use_list=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Codec:
+    name: str
+    cls: type[Message]
+    adapter: TypeAdapter[Message]
+    frames: tuple[tuple[str, int], ...]
+    frame_names: set[str]
+
+
+def _codec_of(message: Message) -> _Codec:
+    cls = type(message)
+    if MESSAGES.get(cls.__name__) is not cls:
+        raise LocalProtocolError(
+            f"{cls.__name__} is not a message; declare it with @message in echo2.messages"
+        )
+    return _codec_named(cls.__name__)
+
+
+@functools.cache  # as many entries as there are messages: an error is not kept
+def _codec_named(name: str) -> _Codec:
+    cls = MESSAGES.get(name)
+    if cls is None:
+        raise RemoteProtocolError(
+            f"message {_short(name)} is unknown; does the peer run another release of echo2?",
+            reason="unknown_message",
+        )
+    frames = frame_fields(cls)
+    return _Codec(name, cls, TypeAdapter(cls), frames, {name for name, _ in frames})
+
+
+def _parse_header(header: Buffer) -> tuple[str, dict[str, Any]]:
+    parsed = _unpack(header, max_bytes=HEADER_MAX_BYTES, use_list=False)
+    match parsed:
+        case (str(name), dict(fields)) if all(type(key) is str for key in fields):
+            return name, fields
+    raise RemoteProtocolError("a header is not [name, {field: value}]")
+
+
+def _check_route(
+    cls: type[Message], *, lane: Lane, sender: Role | frozenset[Role], receiver: Role
+) -> None:
+    if cls.LANE is not lane:
+        raise RemoteProtocolError(
+            f"{cls.__name__} came in lane {lane}; it belongs to lane {cls.LANE}",
+            reason="wrong_lane",
+        )
+    roles = frozenset((sender,)) if isinstance(sender, Role) else sender
+    if cls.SENDERS.isdisjoint(roles):
+        raise RemoteProtocolError(
+            f"{cls.__name__} came from {_roles(roles)}; only {_roles(cls.SENDERS)} may send it",
+            reason="wrong_sender",
+        )
+    if receiver not in cls.RECEIVERS:
+        raise RemoteProtocolError(
+            f"{cls.__name__} came to {receiver}; only {_roles(cls.RECEIVERS)} may get it",
+            reason="wrong_receiver",
+        )
+
+
+def _add_frames(fields: dict[str, Any], codec: _Codec, frames: Sequence[Buffer]) -> None:
+    if len(frames) != 1 + len(codec.frames):
+        raise RemoteProtocolError(
+            f"{codec.name} came with {len(frames) - 1} raw frames; it has {len(codec.frames)}",
+            reason="frames",
+        )
+    for (name, max_bytes), frame in zip(codec.frames, frames[1:], strict=True):
+        if name in fields:
+            raise RemoteProtocolError(f"{codec.name}: {name} is a raw frame, not a header field")
+        size = _size(frame)
+        if size > max_bytes:
+            raise RemoteProtocolError(
+                f"frame {name} of {codec.name} has {size} bytes; at most {max_bytes} are allowed",
+                reason="oversized",
+            )
+        fields[name] = bytes(frame)
+
+
+def _unpack(data: Buffer, *, max_bytes: int, use_list: bool) -> Any:
+    size = _size(data)
+    if size > max_bytes:
+        raise RemoteProtocolError(
+            f"{size} bytes of MessagePack came; at most {max_bytes} are allowed",
+            reason="oversized",
+        )
+    try:
+        return msgpack.unpackb(
+            data,
+            use_list=use_list,
+            strict_map_key=True,
+            ext_hook=_refuse_extension,
+            max_str_len=size,
+            max_bin_len=size,
+            max_array_len=size,
+            max_map_len=size // 2,
+            max_ext_len=0,  # timestamps too, which never reach the hook
+        )
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        # TypeError: a key that cannot be hashed.
+        raise RemoteProtocolError(f"not MessagePack: {_short(error)}") from None
+
+
+def _refuse_extension(code: int, _: bytes) -> None:
+    raise ValueError(f"extension type {code}")
+
+
+def _size(buffer: Buffer) -> int:
+    return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)  # type: ignore[arg-type]
+
+
+def _roles(roles: frozenset[Role]) -> str:
+    return " or ".join(sorted(roles)) or "nobody"
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place = ".".join(str(part) for part in problem["loc"])
+    return f"{_short(place)}: {_short(problem['msg'])}" if place else _short(problem["msg"])
+
+
+def _short(text: object) -> str:
+    """Foreign text, printable and bounded: it goes into logs."""
+    printable = ascii(str(text)[:_TEXT_MAX])[1:-1]
+    return printable[:_TEXT_MAX]

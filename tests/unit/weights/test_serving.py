@@ -1,0 +1,244 @@
+"""A server of chunks is fair, bounded, and lets go of what was removed. No sockets here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo2.errors import WeightsError
+from echo2.messages import (
+    Chunk,
+    ChunksRefused,
+    ChunksRequest,
+    ManifestReply,
+    ManifestRequest,
+    Message,
+)
+from echo2.types import PeerId
+from echo2.weights.serving import (
+    REQUESTS_PER_PEER_MAX,
+    ChunkServer,
+    OpenVersions,
+    RequestQueue,
+)
+from echo2.weights.snapshot import Manifest
+from echo2.weights.store import prune
+
+WriteSmall = Callable[..., Manifest]
+DEADLINE_S = 30.0
+CREDIT_BYTES = 1 << 20
+W1, W2 = PeerId("w-1"), PeerId("w-2")
+
+
+class Peers:
+    """Stands for a Router: what was sent to whom, and how much credit each has."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[PeerId, Message]] = []
+        self.credits: dict[PeerId, int] = {}
+        self.gone: set[PeerId] = set()
+        self._changed = asyncio.Event()
+
+    def send(self, peer: PeerId, message: Message) -> bool:
+        if peer in self.gone:
+            return False
+        self.sent.append((peer, message))
+        self._changed.set()
+        return True
+
+    def credit(self, peer: PeerId) -> int:
+        return self.credits.get(peer, CREDIT_BYTES)
+
+    def indexes(self, peer: PeerId) -> list[int]:
+        return [m.index for p, m in self.sent if p == peer and isinstance(m, Chunk)]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    """What a thread does, before the deadline."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + DEADLINE_S
+    while not condition():
+        assert loop.time() < deadline, "waited too long"
+        await asyncio.sleep(0.01)
+
+
+def serve(
+    folder: Path,
+    scenario: Callable[[ChunkServer, Peers], Coroutine[Any, Any, None]],
+    **settings: float,
+) -> None:
+    async def run() -> None:
+        peers = Peers()
+        server = ChunkServer(
+            folder,
+            send=peers.send,
+            credit=peers.credit,
+            credit_bytes=CREDIT_BYTES,
+            **settings,
+        )
+        server.start()
+        try:
+            await scenario(server, peers)
+        finally:
+            await server.stop()
+
+    asyncio.run(run())
+
+
+def test_manifest_and_chunks_are_those_of_the_version(
+    tmp_path: Path, write_small: WriteSmall, chunks_of: Callable[[Path, Manifest], list[bytes]]
+) -> None:
+    manifest = write_small(tmp_path)
+    name = manifest.manifest_digest
+
+    async def scenario(server: ChunkServer, peers: Peers) -> None:
+        server.handle(W1, ManifestRequest(manifest_digest=name))
+        server.handle(W1, ChunksRequest(manifest_digest=name, indexes=(2, 0)))
+        await peers.until(lambda: len(peers.sent) == 3)
+        chunks = chunks_of(tmp_path, manifest)
+        assert [message for _, message in peers.sent] == [
+            ManifestReply(manifest_digest=name, manifest=manifest.encode()),
+            Chunk(manifest_digest=name, index=2, payload=chunks[2]),
+            Chunk(manifest_digest=name, index=0, payload=chunks[0]),
+        ]
+        assert server.counters["chunks"] == 2
+
+    serve(tmp_path, scenario)
+
+
+def test_an_index_out_of_bounds_and_an_unknown_version_are_refused(
+    tmp_path: Path, write_small: WriteSmall
+) -> None:
+    name = write_small(tmp_path).manifest_digest
+
+    async def scenario(server: ChunkServer, peers: Peers) -> None:
+        server.handle(W1, ChunksRequest(manifest_digest=name, indexes=(4,)))
+        server.handle(W2, ManifestRequest(manifest_digest="a" * 64))
+        await peers.until(lambda: len(peers.sent) == 2)
+        reasons = {peer: getattr(message, "reason", "") for peer, message in peers.sent}
+        assert "no chunk 4" in reasons[W1]
+        assert "has chunks 0 to 3" in reasons[W1]
+        assert "version aaaaaaaaaaaa is not here (any more)" in reasons[W2]
+
+    serve(tmp_path, scenario)
+
+
+def test_a_peer_without_credit_holds_up_nobody(tmp_path: Path, write_small: WriteSmall) -> None:
+    name = write_small(tmp_path).manifest_digest
+
+    async def scenario(server: ChunkServer, peers: Peers) -> None:
+        peers.credits[W1] = 0
+        server.handle(W1, ChunksRequest(manifest_digest=name, indexes=(0, 1)))
+        server.handle(W2, ChunksRequest(manifest_digest=name, indexes=(0, 1, 2, 3)))
+        await peers.until(lambda: len(peers.sent) == 4)
+        assert peers.indexes(W1) == []
+        assert peers.indexes(W2) == [0, 1, 2, 3]
+        peers.credits[W1] = CREDIT_BYTES
+        await peers.until(lambda: peers.indexes(W1) == [0, 1])
+
+    serve(tmp_path, scenario)
+
+
+def test_a_peer_that_takes_nothing_loses_its_queue_and_may_come_back(
+    tmp_path: Path, write_small: WriteSmall
+) -> None:
+    name = write_small(tmp_path).manifest_digest
+
+    async def scenario(server: ChunkServer, peers: Peers) -> None:
+        peers.credits[W1] = 0
+        server.handle(W1, ChunksRequest(manifest_digest=name, indexes=(0, 1)))
+        await eventually(lambda: server.counters["peers_dropped"])
+        peers.credits[W1] = CREDIT_BYTES
+        server.handle(W1, ChunksRequest(manifest_digest=name, indexes=(3,)))
+        await peers.until(lambda: peers.indexes(W1) == [3])
+
+    serve(tmp_path, scenario, credit_stall_s=0.05)
+
+
+def test_a_peer_that_is_gone_loses_its_queue(tmp_path: Path, write_small: WriteSmall) -> None:
+    name = write_small(tmp_path).manifest_digest
+
+    async def scenario(server: ChunkServer, peers: Peers) -> None:
+        peers.gone.add(W1)
+        server.handle(W1, ChunksRequest(manifest_digest=name, indexes=(0, 1)))
+        server.handle(W2, ChunksRequest(manifest_digest=name, indexes=(0,)))
+        await peers.until(lambda: peers.indexes(W2) == [0])
+        await eventually(lambda: server.counters["peers_dropped"])
+        assert server.counters["chunks"] == 1
+
+    serve(tmp_path, scenario)
+
+
+def test_a_version_that_was_removed_is_refused_even_if_it_was_open(
+    tmp_path: Path, write_small: WriteSmall
+) -> None:
+    name = write_small(tmp_path).manifest_digest
+
+    async def scenario(server: ChunkServer, peers: Peers) -> None:
+        server.handle(W1, ChunksRequest(manifest_digest=name, indexes=(0,)))
+        await peers.until(lambda: peers.indexes(W1) == [0])
+        prune(tmp_path, keep=set())
+        server.handle(W1, ChunksRequest(manifest_digest=name, indexes=(1, 2)))
+        await peers.until(lambda: len(peers.sent) == 2)
+        assert isinstance(peers.sent[1][1], ChunksRefused)
+
+    serve(tmp_path, scenario)
+
+
+def test_open_versions_are_few_and_removed_ones_are_let_go(
+    tmp_path: Path, write_small: WriteSmall
+) -> None:
+    names = [write_small(tmp_path, seed=seed).manifest_digest for seed in range(4)]
+    versions = OpenVersions(tmp_path, versions_max=2)
+    with versions.use(names[0]) as kept:
+        for name in names[1:]:
+            with versions.use(name) as version:
+                version.read(0)
+        assert len(versions) == 2
+        kept.read(0)  # no longer among them, and open until its reader is done
+    with pytest.raises(WeightsError, match="was closed"):
+        kept.read(0)
+    prune(tmp_path, keep={names[3]})
+    versions.sweep()
+    assert len(versions) == 1
+    with pytest.raises(WeightsError, match="not here"), versions.use(names[2]):
+        pass
+    versions.close()
+    assert len(versions) == 0
+
+
+def test_versions_take_turns_in_a_queue() -> None:
+    queue = RequestQueue()
+    for index in range(5):
+        assert queue.add("old", index)
+    assert queue.add("new", 0)
+    assert queue.add("old", 0), "asked for again while it waits"
+    assert len(queue) == 6
+    assert queue.take(2) == ("old", [0, 1])
+    assert queue.take(2) == ("new", [0])
+    assert queue.take(2) == ("old", [2, 3])
+    assert queue.take(2) == ("old", [4])
+    assert len(queue) == 0
+
+
+def test_a_queue_is_bounded_and_can_be_dropped() -> None:
+    queue = RequestQueue()
+    for index in range(REQUESTS_PER_PEER_MAX):
+        assert queue.add("a", index)
+    assert not queue.add("b", 0)
+    queue.drop("b")
+    queue.drop("a")
+    assert len(queue) == 0
+    assert queue.add("b", 0)
+    queue.drop()
+    assert len(queue) == 0

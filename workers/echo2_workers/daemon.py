@@ -1,0 +1,400 @@
+"""The worker daemon: sockets, processes and a clock around `WorkerState`.
+
+It decides nothing: every message, outcome and tick goes to the state machine, and its
+effects are carried out in order. It imports no torch; the engine and the environments run
+in processes of their own, except the null engine with a built-in environment, which are
+light and trusted.
+
+    claim a name -> Started -> (events in, effects out) -> Exit -> everything is ended
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+import time
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+import uvloop
+
+from echo2.config import Config, load_config
+from echo2.core import worker_events as events
+from echo2.core.worker import WorkerState
+from echo2.errors import ConfigError, Echo2Error, EngineError, RemoteProtocolError, WeightsError
+from echo2.logs import setup_logging
+from echo2.messages import Message
+from echo2.net.sockets import close_context, make_context
+from echo2.net.tasks import Backoff, LoopLag, OwnedTasks
+from echo2.weights.fetch import Fetcher
+from echo2.weights.store import ChunkStore, StoredVersion, read_assets
+from echo2_workers.canary import tolerance_of
+from echo2_workers.engine_process import EngineHandle, InstallOrder
+from echo2_workers.environment import BUILTIN, add_import_paths, environment_version
+from echo2_workers.environment_pool import describe_environment
+from echo2_workers.groups import Groups
+from echo2_workers.identity import Identity, claim_identity
+from echo2_workers.installing import InstallError
+from echo2_workers.links import Links
+from echo2_workers.parts import (
+    doubts,
+    make_engine,
+    make_environments,
+    precision_of,
+    settings_of,
+)
+
+log = structlog.get_logger(__name__)
+
+TICK_S: Final = 0.2
+FLUSH_S: Final = 3.0
+"""At the end, queued messages (results, a goodbye) may leave for so long."""
+RECONNECT_BASE_S: Final = 0.2
+RECONNECT_MAX_S: Final = 10.0
+
+
+def main(config_path: Path | str, run_dir: Path | None, name: str, overrides: Sequence[str]) -> int:
+    """Run a worker until it is drained or the run is over: 0. Raises Echo2Error with the
+    cause when it cannot go on."""
+    config = load_config(config_path, overrides)
+    setup_logging(config.log.level, config.log.format)
+    run_dir = Path(config.run.dir) / config.run.name if run_dir is None else Path(run_dir)
+    import_paths = [Path(config_path).absolute().parent, Path.cwd()]
+    add_import_paths(*import_paths)
+    identity = claim_identity(config, run_dir.absolute(), name or config.worker.name)
+    try:
+        return uvloop.run(_run(config, run_dir.absolute(), identity, import_paths))
+    finally:
+        identity.release()
+
+
+async def _run(
+    config: Config, run_dir: Path, identity: Identity, import_paths: Sequence[Path]
+) -> int:
+    with structlog.contextvars.bound_contextvars(worker=identity.name):
+        if config.environment.name in BUILTIN:
+            version = environment_version(config.environment.name)
+        else:
+            version = await describe_environment(
+                config.environment.name, folder=identity.folder, import_paths=import_paths
+            )
+        daemon = WorkerDaemon(config, run_dir, identity, version, import_paths)
+        return await daemon.run()
+
+
+class WorkerDaemon:
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        identity: Identity,
+        environment_version: str,
+        import_paths: Sequence[Path],
+    ) -> None:
+        self._config = config
+        self._identity = identity
+        self._core = WorkerState(settings_of(config, identity.name, environment_version))
+        self._events: deque[events.Event] = deque()
+        self._handling = False
+        self._exit: asyncio.Future[events.Exit] = asyncio.get_running_loop().create_future()
+        self._tasks = OwnedTasks("worker")
+        self._lag = LoopLag()
+        self._backoff = Backoff(random.Random(), base_s=RECONNECT_BASE_S, max_s=RECONNECT_MAX_S)
+        self._context = make_context()
+        self._links = Links(
+            self._context,
+            config=config,
+            run_dir=run_dir,
+            identity=identity,
+            on_message=self._post,
+            on_lost=lambda reason: self._post(events.ConnectionLost(reason)),
+        )
+        self._connecting: asyncio.Task[None] | None = None
+        self._store = ChunkStore(identity.folder / "store", config.worker.store_bytes_max)
+        self._fetcher = Fetcher(self._context, self._store, keys=identity.keys, name=identity.name)
+        self._fetches: dict[str, asyncio.Task[None]] = {}
+        self._stored: dict[str, StoredVersion] = {}
+        self._assets: Path | None = None
+        self._engine: EngineHandle | None = None
+        self._environments = make_environments(
+            config,
+            folder=identity.folder,
+            import_paths=import_paths,
+            on_fatal=lambda text: self._post(events.StartFailed(text)),
+        )
+        self._environments_up = False
+        self._groups = Groups(
+            self._environments,
+            engine=self._live_engine,
+            rollout_timeout_s=config.environment.rollout_timeout_s,
+            post=self._post,
+        )
+
+    async def run(self) -> int:
+        """Until the state machine says Exit. Raises Echo2Error with its reason for code 1."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled, number)
+        crash = asyncio.create_task(self._tasks.wait())
+        try:
+            log.info(
+                "worker_started",
+                engine=self._config.worker.engine,
+                slots=self._config.worker.slots,
+                environment=self._config.environment.name,
+                folder=str(self._identity.folder),
+            )
+            for event, reason in doubts(self._config).items():
+                log.warning(event, reason=reason)
+            self._tasks.start(self._lag.run(), name="lag")
+            self._tasks.start(self._tick(), name="tick")
+            self._post(events.Started())
+            ends: set[asyncio.Future[Any]] = {self._exit, crash}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not self._exit.done():
+                await crash
+            ended = await self._exit
+        finally:
+            crash.cancel()
+            await asyncio.gather(crash, return_exceptions=True)
+            await self._close()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+        log.info("worker_stopped", code=ended.code, reason=ended.reason)
+        if ended.code:
+            raise Echo2Error(ended.reason)
+        return 0
+
+    async def _close(self) -> None:
+        """Messages first, so that the goodbye leaves before anything can take time; each
+        part is ended whatever happened to the one before."""
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.gather(self._connecting, return_exceptions=True)
+        async with contextlib.AsyncExitStack() as stack:  # the last one first
+            stack.push_async_callback(close_context, self._context)
+            for stored in self._stored.values():
+                stack.callback(stored.close)
+            stack.push_async_callback(self._fetcher.close)
+            if self._engine is not None:
+                stack.push_async_callback(self._engine.stop)
+            stack.push_async_callback(self._environments.stop)
+            stack.push_async_callback(self._groups.stop)
+            stack.push_async_callback(self._tasks.stop)
+            stack.push_async_callback(self._links.close, flush_s=FLUSH_S)
+
+    # ------------------------------------------------------------------------ events
+
+    def _post(self, event: events.Event) -> None:
+        """Hand an event to the state machine; its effects go before the next event."""
+        self._events.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._events:
+                self._handle(self._events.popleft())
+        except Exception as error:  # our own bug: whoever called us must not swallow it
+            if not self._exit.done():
+                self._exit.set_exception(error)
+        finally:
+            self._handling = False
+
+    def _handle(self, event: events.Event) -> None:
+        try:
+            effects = self._core.handle(event, time.monotonic())
+        except RemoteProtocolError as error:
+            log.warning("message_refused", reason=error.reason, text=str(error))
+            return
+        for effect in effects:
+            self._carry_out(effect)
+
+    def _signalled(self, number: signal.Signals) -> None:
+        self._post(events.DrainRequested(signal.Signals(number).name))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            for manifest_digest, progress in self._fetcher.progress.items():
+                if progress.num_chunks:
+                    share = progress.num_have / progress.num_chunks
+                    self._post(events.FetchProgress(manifest_digest, share))
+            tick = events.Tick(
+                lease_tokens=dict(self._groups.tokens),
+                tokens_per_s=self._groups.tokens_per_s(time.monotonic()),
+                loop_lag_s=self._lag.ewma_s,
+            )
+            self._post(tick)
+
+    # ----------------------------------------------------------------------- effects
+
+    def _carry_out(self, effect: events.Effect) -> None:
+        match effect:
+            case events.Send(message):
+                self._send(message)
+            case events.Reconnect(attempt):
+                self._reconnect(attempt)
+            case events.Fetch():
+                before = self._fetches.get(effect.manifest_digest)
+                self._fetches[effect.manifest_digest] = self._own(
+                    self._fetch(effect, before), "fetch"
+                )
+            case events.CancelFetch(manifest_digest):
+                fetch = self._fetches.get(manifest_digest)
+                if fetch is not None:
+                    fetch.cancel()
+            case events.StartEngine():
+                self._own(self._start_engine(effect), "start_engine")
+            case events.Install():
+                self._own(self._install(effect), "install")
+            case events.Keep(manifest_digests):
+                self._keep(manifest_digests)
+            case events.StartGroup(granted):
+                self._groups.start(granted)
+            case events.AbortGroup(lease, reason):
+                log.info("group_aborted", lease=lease, reason=reason)
+                self._groups.abort(lease)
+            case events.Exit():
+                if not self._exit.done():
+                    self._exit.set_result(effect)
+            case events.Log(level, event, fields):
+                getattr(log, level)(event, **fields)
+
+    def _own(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        return self._tasks.start(coroutine, name=name)
+
+    def _send(self, message: Message) -> None:
+        if not self._links.send(message):
+            log.warning("message_dropped", message=type(message).__name__, lane=message.LANE)
+
+    def _reconnect(self, attempt: int) -> None:
+        before = self._connecting
+        if before is not None:
+            before.cancel()
+        self._connecting = self._own(self._connect(attempt, before), "connect")
+
+    async def _connect(self, attempt: int, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.gather(before, return_exceptions=True)
+        await self._links.close()
+        if attempt == 0:
+            self._backoff.reset()
+        else:
+            await asyncio.sleep(self._backoff.next_s())
+        while True:
+            try:
+                await self._links.open()
+            except ConfigError as error:
+                self._post(events.StartFailed(str(error)))
+                return
+            except Echo2Error as error:
+                log.debug("connect_failed", reason=str(error))
+                self._post(events.ConnectFailed(str(error)))
+                await asyncio.sleep(self._backoff.next_s())
+            else:
+                self._backoff.reset()
+                self._post(events.ConnectionRestored())
+                return
+
+    async def _fetch(self, fetch: events.Fetch, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.gather(before, return_exceptions=True)
+        digest = fetch.manifest_digest
+        began = time.monotonic()
+        try:
+            stored = await self._fetcher.fetch(
+                digest,
+                fetch.origin,
+                fetch.origin_key,
+                timeout_s=self._config.worker.fetch_timeout_s,
+            )
+            if fetch.version is None:
+                folder = self._identity.folder / "assets" / digest[:16]
+                await asyncio.to_thread(read_assets, stored, folder)
+                self._assets = folder
+        except WeightsError as error:
+            self._post(events.FetchFailed(digest, str(error)))
+            return
+        older = self._stored.pop(digest, None)
+        if older is not None:
+            older.close()
+        self._stored[digest] = stored
+        self._post(events.FetchDone(digest, time.monotonic() - began))
+
+    async def _start_engine(self, start: events.StartEngine) -> None:
+        if self._engine is not None:
+            await self._engine.stop()
+        try:
+            if not self._environments_up:
+                await self._environments.start(start.settings, self._assets)
+                self._environments_up = True
+            self._engine = make_engine(
+                self._config,
+                on_died=lambda text: self._post(events.EngineDied(start.epoch, text)),
+            )
+            await self._engine.start(self._assets)
+        except ConfigError as error:
+            self._post(events.StartFailed(str(error)))
+        except EngineError as error:
+            self._post(events.EngineDied(start.epoch, str(error)))
+        else:
+            self._post(events.EngineReady(start.epoch))
+
+    async def _install(self, install: events.Install) -> None:
+        announced = install.announced
+        order = InstallOrder(
+            announced=announced,
+            previous=install.previous,
+            folder=self._store.folder,
+            mode=self._config.worker.on_update,
+            tolerance=tolerance_of(precision_of(self._config), self._config.worker.canary_max_diff),
+        )
+        try:
+            installed = await self._live_engine().install(order)
+        except InstallError as error:
+            self._post(
+                events.InstallFailed(
+                    epoch=install.epoch,
+                    version=announced.version,
+                    stage=error.stage,
+                    text=str(error),
+                    restored=error.restored,
+                )
+            )
+        except EngineError as error:
+            self._post(events.EngineDied(install.epoch, str(error)))
+        else:
+            self._post(
+                events.InstallDone(
+                    epoch=install.epoch,
+                    version=announced.version,
+                    install_s=installed.install_s,
+                    pause_s=installed.pause_s,
+                    canary_diff=installed.canary_diff,
+                )
+            )
+
+    def _keep(self, manifest_digests: frozenset[str]) -> None:
+        """Close and remove what no install or rollback can need any more."""
+        unneeded = [digest for digest in self._stored if digest not in manifest_digests]
+        for digest in unneeded:
+            self._stored.pop(digest).close()
+        if unneeded:
+            self._own(self._remove(unneeded), "remove")
+
+    async def _remove(self, manifest_digests: list[str]) -> None:
+        for digest in manifest_digests:
+            try:
+                await asyncio.to_thread(self._store.remove, digest)
+            except WeightsError as error:  # the store evicts it when it needs the room
+                log.warning("version_not_removed", manifest_digest=digest, reason=str(error))
+
+    def _live_engine(self) -> EngineHandle:
+        if self._engine is None:
+            raise EngineError("the engine was not started")
+        return self._engine

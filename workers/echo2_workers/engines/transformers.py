@@ -1,0 +1,304 @@
+"""The engine on PyTorch and Hugging Face transformers: any attention-only causal model.
+
+One thread owns the model and runs `Sampler` step by step; calls from the event loop are
+handed to it between two steps, so a load or a score meets no half-sampled token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from echo2.errors import EngineError
+from echo2.types import Sampling, Version
+from echo2_workers.engine import (
+    Generated,
+    GenerateRequest,
+    InstallMode,
+    Logprobs,
+    Tensors,
+    Tokens,
+)
+from echo2_workers.engines.sampler import Sampler
+
+T = TypeVar("T")
+REPORT_STEPS: Final = 8
+"""Sampled tokens are reported to the event loop every so many steps."""
+WARM_UP = Version(0, 0)
+
+
+class TransformersEngine:
+    def __init__(
+        self, *, dtype: str, device: str = "auto", threads: int = 1, sequences_max: int = 256
+    ) -> None:
+        self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+        self._device = _device(device)
+        self._threads = threads
+        self._sequences_max = sequences_max
+        self._sampler: Sampler | None = None
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._crash: EngineError | None = None
+        self._waits: set[asyncio.Future[Any]] = set()
+        # Owned by the thread:
+        self._pausing: tuple[InstallMode, Callable[[], None]] | None = None
+        self._paused = False
+
+    @property
+    def steps(self) -> int:
+        return 0 if self._sampler is None else self._sampler.steps
+
+    @property
+    def busy(self) -> bool:
+        sampler = self._sampler
+        return sampler is not None and not self._paused and sampler.running + sampler.waiting > 0
+
+    # ------------------------------------------------- called from the event loop
+
+    async def start(self, assets: Path | None) -> None:
+        if assets is None:
+            raise EngineError("the run has no assets; the learner must publish config.json")
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+        self._thread.start()
+        await self._call(lambda: self._build(assets))
+
+    async def pause(self, mode: InstallMode) -> None:
+        paused = self._future()
+
+        def begin() -> None:
+            if self._paused:
+                self._post(paused, None)
+            else:
+                self._pausing = (mode, lambda: self._post(paused, None))
+
+        self._commands.put(begin)
+        await self._result(paused)
+
+    async def load(self, tensors: Tensors, version: Version) -> None:
+        await self._call(lambda: self._paused_sampler().load(tensors, version))
+
+    async def score(self, token_ids: Tokens) -> Logprobs | None:
+        return await self._call(lambda: self._paused_sampler().score(token_ids))
+
+    def resume(self) -> None:
+        def go_on() -> None:
+            self._paused, self._pausing = False, None
+
+        self._commands.put(go_on)
+
+    async def generate(
+        self, request: GenerateRequest, on_tokens: Callable[[int], None]
+    ) -> Generated:
+        done = self._future()
+        counter = _Counter(self._running_loop(), on_tokens)
+        row: list[Any] = []
+
+        def finished(generated: Generated) -> None:
+            counter.flush()
+            self._post(done, generated)
+
+        def add() -> None:
+            try:
+                row.append(self._live_sampler().add(request, counter.count, finished))
+            except EngineError as error:
+                self._post(done, error)
+
+        self._commands.put(add)
+        try:
+            generated: Generated = await self._result(done)
+            return generated
+        except asyncio.CancelledError:
+            self._commands.put(lambda: self._live_sampler().remove(row[0]) if row else None)
+            raise
+
+    async def stop(self) -> None:
+        thread = self._thread
+        if thread is None:
+            return
+        self._commands.put(None)
+        await asyncio.get_running_loop().run_in_executor(None, thread.join)
+        self._fail_all(EngineError("the engine was stopped"))
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        """Run `function` in the thread between two steps."""
+        future = self._future()
+
+        def call() -> None:
+            try:
+                self._post(future, function())
+            except Exception as error:
+                wrapped = error if isinstance(error, EngineError) else _engine_error(error)
+                self._post(future, wrapped)
+
+        self._commands.put(call)
+        result: T = await self._result(future)
+        return result
+
+    async def _result(self, future: asyncio.Future[Any]) -> Any:
+        try:
+            return await future
+        finally:
+            self._waits.discard(future)
+
+    def _future(self) -> asyncio.Future[Any]:
+        if self._crash is not None:
+            raise self._crash
+        future: asyncio.Future[Any] = self._running_loop().create_future()
+        self._waits.add(future)
+        return future
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            raise EngineError("the engine was not started")
+        return self._loop
+
+    def _fail_all(self, error: EngineError) -> None:
+        """In the event loop: whoever waits learns that the engine is gone."""
+        self._crash = error
+        for future in list(self._waits):
+            if not future.done():
+                future.set_exception(error)
+
+    # ------------------------------------------------------ called from the thread
+
+    def _run(self) -> None:
+        try:
+            while True:
+                sampler = self._sampler
+                idle = not self.busy and self._pausing is None
+                if not self._carry_out(wait=idle):
+                    return
+                if self._pausing is not None:
+                    self._advance_pause(self._pausing[0])
+                elif sampler is not None and self.busy:
+                    sampler.step()
+        except Exception as error:  # the model failed in a step: the engine is of no use now
+            crash = error if isinstance(error, EngineError) else _engine_error(error)
+            self._running_loop().call_soon_threadsafe(self._fail_all, crash)
+
+    def _carry_out(self, *, wait: bool) -> bool:
+        """Run the commands that are here (wait for one when idle); False to end."""
+        while True:
+            try:
+                command = self._commands.get(block=wait)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+            wait = False
+
+    def _advance_pause(self, mode: InstallMode) -> None:
+        sampler = self._live_sampler()
+        if mode == "finish" and sampler.running:
+            sampler.step(admit=False)
+            return
+        if mode == "abort":
+            sampler.restart_running()
+        assert self._pausing is not None
+        tell = self._pausing[1]
+        self._paused, self._pausing = True, None
+        tell()
+
+    def _build(self, assets: Path) -> None:
+        """Make the model from config.json, without weights, and warm it up."""
+        if self._threads:
+            torch.set_num_threads(self._threads)
+        config = AutoConfig.from_pretrained(assets, local_files_only=True)
+        model = AutoModelForCausalLM.from_config(config, dtype=self._dtype)  # type: ignore[no-untyped-call]
+        model.to(self._device).eval().requires_grad_(False)
+        sampler = Sampler(
+            model,
+            eos_ids=_eos_ids(config, assets),
+            sequences_max=self._sequences_max,
+            device=self._device,
+        )
+        sampler.version = WARM_UP
+        for length in (2, 3):
+            request = GenerateRequest(
+                token_ids=[0] * length, sampling=Sampling(max_tokens=3), seed=length
+            )
+            sampler.add(request, lambda _: None, lambda _: None)
+        while sampler.waiting or sampler.running:
+            sampler.step()
+        sampler.score(np.zeros((2, 3), np.int32))
+        sampler.version = None
+        self._sampler, self._paused = sampler, True
+
+    def _live_sampler(self) -> Sampler:
+        if self._sampler is None:
+            raise EngineError("the engine was not started")
+        return self._sampler
+
+    def _paused_sampler(self) -> Sampler:
+        if not self._paused:
+            raise EngineError("load and score need a paused engine; call pause first")
+        return self._live_sampler()
+
+    def _post(self, future: asyncio.Future[Any], result: object) -> None:
+        """Hand a result, or an error, to the event loop."""
+
+        def settle() -> None:
+            if future.done():
+                return
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+        self._running_loop().call_soon_threadsafe(settle)
+
+
+class _Counter:
+    """Counts a request's tokens in the thread, reports them to the loop now and then."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_tokens: Callable[[int], None]) -> None:
+        self._loop = loop
+        self._on_tokens = on_tokens
+        self._unreported = 0
+
+    def count(self, tokens: int) -> None:
+        self._unreported += tokens
+        if self._unreported >= REPORT_STEPS:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._unreported:
+            self._loop.call_soon_threadsafe(self._on_tokens, self._unreported)
+            self._unreported = 0
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _eos_ids(config: Any, assets: Path) -> list[int]:
+    """Tokens that end a sequence: generation_config.json names them, else config.json."""
+    path = assets / "generation_config.json"
+    named = None
+    if path.exists():
+        named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    if named is None:
+        named = config.eos_token_id
+    if named is None:
+        raise EngineError("neither generation_config.json nor config.json names an eos_token_id")
+    return [named] if isinstance(named, int) else list(named)
+
+
+def _engine_error(error: Exception) -> EngineError:
+    wrapped = EngineError(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

@@ -1,0 +1,89 @@
+"""Which parts a configuration asks for: settings of the state machine, engine, environments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from echo2 import __version__
+from echo2.config import Config
+from echo2.core.worker_settings import WorkerSettings
+from echo2_workers.engine_process import EngineHandle, EngineProcess, LocalEngine
+from echo2_workers.engines.null import NullEngine
+from echo2_workers.environment import BUILTIN
+from echo2_workers.environment_pool import EnvironmentPool
+from echo2_workers.groups import Environments, LocalEnvironments
+
+
+def settings_of(config: Config, name: str, environment_version: str) -> WorkerSettings:
+    """The state machine's settings out of the TOML schema."""
+    worker = config.worker
+    return WorkerSettings(
+        name=name,
+        echo2_version=__version__,
+        engine=worker.engine,
+        precision=precision_of(config),
+        environment=config.environment.name,
+        environment_version=environment_version,
+        on_update=worker.on_update,
+        slots=worker.slots,
+        price_usd_per_h=worker.price_usd_per_h,
+        needs_weights=worker.engine not in ("null", "none"),
+        takes_leases=worker.engine != "none",
+        drain_timeout_s=worker.drain_timeout_s,
+        connect_timeout_s=config.net.connect_timeout_s,
+        bytes_in_flight_max=config.net.rollout_bytes_in_flight,
+    )
+
+
+def precision_of(config: Config) -> str:
+    """The precision class in which this worker's logprobs can be compared."""
+    return "none" if config.worker.engine in ("null", "none") else config.model.dtype
+
+
+def make_engine(config: Config, *, on_died: Callable[[str], None]) -> EngineHandle:
+    """An engine that is not started yet."""
+    worker = config.worker
+    if worker.engine == "null":
+        return LocalEngine(NullEngine(**worker.null.model_dump()))
+    settings: dict[str, Any] = {"dtype": config.model.dtype}
+    if worker.engine == "transformers":
+        settings |= worker.transformers.model_dump()
+    return EngineProcess(worker.engine, settings, on_died=on_died)
+
+
+def make_environments(
+    config: Config,
+    *,
+    folder: Path,
+    import_paths: Sequence[Path],
+    on_fatal: Callable[[str], None],
+) -> Environments:
+    """Processes of their own, but for a trusted environment beside the null engine."""
+    environment = config.environment
+    if config.worker.engine == "null" and environment.name in BUILTIN:
+        return LocalEnvironments(environment.name)
+    return EnvironmentPool(
+        name=environment.name,
+        processes=environment.processes,
+        hang_timeout_s=environment.hang_timeout_s,
+        folder=folder,
+        import_paths=import_paths,
+        on_fatal=on_fatal,
+    )
+
+
+def doubts(config: Config) -> dict[str, str]:
+    """Log event -> reason, for settings that work but may surprise."""
+    found = {}
+    worker = config.worker
+    if worker.engine == "none":
+        found["worker_idle"] = 'engine "none" generates nothing and gets no leases'
+    per_trajectory = worker.null.tokens_mean / config.dispatch.group_size
+    if worker.engine == "null" and per_trajectory > config.sampling.max_tokens:
+        found["null_tokens_cut"] = (
+            f"worker.null.tokens_mean over dispatch.group_size is {per_trajectory:g} tokens per "
+            f"trajectory, and sampling.max_tokens {config.sampling.max_tokens} cuts them"
+        )
+    return found
