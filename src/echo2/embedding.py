@@ -157,6 +157,7 @@ class EmbeddedLearner:
             (self._coordinator.run_dir / "versions").mkdir(exist_ok=True)
             origin = Origin(self._context, self._coordinator.config, self._coordinator.run_dir)
             await origin.start()
+            self._coordinator.own(origin.wait(), name="origin")
             self._origin = origin
         return self._origin
 

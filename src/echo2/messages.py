@@ -85,7 +85,7 @@ def message(lane: Lane, senders: str, receivers: str) -> Any:
         made = dataclass(
             frozen=True,
             kw_only=True,
-            config=ConfigDict(extra="forbid", arbitrary_types_allowed=True),
+            config=ConfigDict(extra="forbid", defer_build=True),
         )(cls)
         made.LANE = lane
         made.SENDERS = frozenset(Role(role) for role in senders.split())

@@ -21,7 +21,7 @@ import os
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -206,6 +206,7 @@ class Coordinator:
             authenticator = Authenticator(self._context, AllowList(folder / "authorized"))
             await authenticator.start()
             self._exit.push_async_callback(authenticator.stop)
+            self.own(authenticator.wait(), name="authenticator")
         self._control = await self._bind(Lane.CONTROL, net.control_port, keys)
         self._rollouts = await self._bind(Lane.ROLLOUTS, net.rollouts_port, keys)
         self.control_endpoint = self._control.endpoint
@@ -321,6 +322,10 @@ class Coordinator:
                 self._handle(self._events.popleft())
         finally:
             self._handling = False
+
+    def own(self, coroutine: Coroutine[Any, Any, None], *, name: str) -> None:
+        """Run beside the coordinator; its crash is the coordinator's."""
+        self._tasks.start(coroutine, name=name)
 
     def connect_local(self, on_message: Callable[[Message], None]) -> Callable[[Message], None]:
         """The transport of the embedding program's learner. Returns its way to send."""

@@ -81,6 +81,7 @@ class GroupBook:
         group.move(GroupState.LEASED)
         group.lease = lease
         group.known_leases[lease.id] = lease
+        group.begun = True
         self.leases[lease.id] = lease
         self.leases_by_worker.setdefault(lease.worker, set()).add(lease.id)
         self._enter(group)

@@ -208,6 +208,7 @@ class CoordinatorState:
         for worker in state.members.silent(state.now, longer_than_s=settings.gone_s):
             silent_s = state.now - worker.heard_at
             self.workers.leave(worker.peer, f"silent for {silent_s:.1f} s")
+        state.announce_again()
 
     def _look_at_leases(self) -> None:
         state, settings = self.state, self.state.settings
@@ -226,13 +227,16 @@ class CoordinatorState:
         newest = state.lineage.newest
         for eval_id, found in list(state.evals.evals.items()):
             for lease in list(found.leases.values()):
-                if state.now - lease.progressed_at > settings.stall_s:
-                    state.evals.give_back(lease.id, f"stalled on {lease.worker}")
+                idle_s = state.now - lease.progressed_at
+                age_s = state.now - lease.granted_at
+                if idle_s > settings.stall_s or age_s > settings.lease_max_s:
+                    reason = f"stalled on {lease.worker}: no new token for {idle_s:.1f} s"
+                    state.lose_eval_lease(lease, reason, tell=True)
             serving = any(
                 worker.installed == found.version for worker in state.members.workers.values()
             )
             if not serving and found.version != newest:
-                state.evals.cancel(eval_id, f"no worker serves {found.version} any more")
+                state.cancel_eval(eval_id, f"no worker serves {found.version} any more")
 
     def _look_at_the_run(self) -> None:
         """What cannot make progress ends, with its cause."""

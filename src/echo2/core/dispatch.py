@@ -16,23 +16,34 @@ from echo2.core.membership import Worker
 from echo2.core.run_state import RunState
 from echo2.core.staleness import expiry_step, pacing_verdict
 from echo2.messages import LeaseGranted, TasksWanted
-from echo2.types import LeaseId, Sampling, Task, Version
+from echo2.types import LeaseId, Sampling, Version
 
 INSTALL_PATIENCE = 1.5
 """How many usual times to installation a worker is waited for."""
 INSTALL_SHARE_MAX = 0.5
 """Wait for an install only if it usually takes less than this share of a learner step."""
 LATENCY_FLOOR_S = 1e-3
+TASKS_PATIENCE_S = 5.0
+"""Tasks that did not come by then are asked for again: the request may be lost."""
 STRAGGLER_RATIO = 4.0
 """A worker so many times slower than the fastest is a straggler, if it also misses expiry."""
 PROBE_LATENCIES = 30.0
 """A straggler is tried again after so many of its latencies: it may have become faster."""
 
 
+def lease_seed(run_seed: int, task_index: int, attempt: int) -> int:
+    """Differs between tasks and attempts, the same in every run of the same seed."""
+    value = run_seed
+    for part in (task_index, attempt):
+        value = (value * 6364136223846793005 + part + 1442695040888963407) % 2**63
+    return value
+
+
 class Dispatcher:
     def __init__(self, state: RunState) -> None:
         self.state = state
         self.reason = ""
+        self.tasks_asked_at = 0.0
 
     # ---------------------------------------------------------------------- tasks
 
@@ -42,12 +53,15 @@ class Dispatcher:
         seat = state.seat
         if seat.peer is None or not seat.welcomed or seat.silent:
             return
+        if state.now - self.tasks_asked_at > TASKS_PATIENCE_S:
+            state.stream.forget_request()
         room = settings.tasks_ahead * settings.groups_per_step - len(state.book.queue)
         held = sum(len(state.book.groups[group].task.payload) for group in state.book.queue)
         if room < 1 or held >= settings.tasks_bytes_max:
             return
         wanted = state.stream.request(room)
         if wanted is not None:
+            self.tasks_asked_at = state.now
             state.send(
                 seat.peer,
                 TasksWanted(
@@ -231,7 +245,7 @@ class Dispatcher:
                 task=group.task,
                 group_size=settings.group_size,
                 sampling=settings.sampling,
-                seed=self._seed(group.task, group.attempts),
+                seed=lease_seed(settings.seed, group.task.index, group.attempts),
                 revoke_after_s=lease.revoke_after_s,
             ),
         )
@@ -243,13 +257,6 @@ class Dispatcher:
             return settings.lease_max_s
         tokens = group_size * sampling.max_tokens * self.state.turns_max
         return min(settings.lease_max_s, max(settings.stall_s, tokens / worker.slowest_rate))
-
-    def _seed(self, task: Task, attempt: int) -> int:
-        """Differs between tasks and attempts, the same in every run of the same seed."""
-        value = self.state.settings.seed
-        for part in (task.index, attempt):
-            value = (value * 6364136223846793005 + part + 1442695040888963407) % 2**63
-        return value
 
     def _lease_id(self) -> LeaseId:
         state = self.state
@@ -294,7 +301,7 @@ class Dispatcher:
                         task=task,
                         group_size=found.request.group_size,
                         sampling=found.request.sampling,
-                        seed=self._seed(task, 0),
+                        seed=lease_seed(settings.seed, task.index, 0),
                         revoke_after_s=settings.lease_max_s,
                         hold_s=settings.eval_hold_s,
                     ),

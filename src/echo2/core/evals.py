@@ -76,11 +76,18 @@ class Eval:
 
 
 class Evals:
-    """Evals under way, oldest first."""
+    """Evals under way, oldest first, and the results of the last that `ended`: a request
+    that is repeated because its answer was lost gets the same answer."""
 
     def __init__(self) -> None:
         self.evals: dict[str, Eval] = {}
+        self.ended: dict[str, EvalResult] = {}
         self.lease_eval: dict[LeaseId, str] = {}
+
+    def remember(self, result: EvalResult) -> None:
+        self.ended[result.eval_id] = result
+        while len(self.ended) > EVALS_MAX:
+            del self.ended[next(iter(self.ended))]
 
     def begin(self, request: EvalRequest, learner: PeerId) -> Eval:
         made = Eval(request=request, learner=learner, pending=deque(request.tasks))

@@ -97,7 +97,8 @@ class StoredResult:
 @dataclass(slots=True)
 class Group:
     """`known_leases`: every lease granted so far, the revoked ones too, since a late result
-    of one may still come first. `avoid`: the worker that lost it last."""
+    of one may still come first. `avoid`: the worker that lost it last. `begun`: something is
+    recorded of it, so it must end before the run does."""
 
     id: GroupId
     task: Task
@@ -109,6 +110,7 @@ class Group:
     known_leases: dict[LeaseId, Lease] = field(default_factory=dict)
     avoid: PeerId | None = None
     last_reason: str = ""
+    begun: bool = False
 
     def move(self, state: GroupState) -> None:
         if state not in TRANSITIONS[self.state]:

@@ -22,11 +22,13 @@ class TrainedGroup:
 
 
 class TrainedHistory:
-    """`kept`: steps of the checkpoints that the learner may resume from."""
+    """`kept`: steps of the checkpoints that the learner may resume from. What was trained
+    before `complete_from` is forgotten, so that no learner can resume before it."""
 
     def __init__(self, *, staleness_max: int) -> None:
         self.staleness_max = staleness_max
         self.kept: tuple[int, ...] = (0,)
+        self.complete_from = 0
         self.trained: list[TrainedGroup] = []
 
     @property
@@ -41,6 +43,7 @@ class TrainedHistory:
     def keep(self, kept: tuple[int, ...]) -> None:
         """The learner's checkpoints are these now."""
         self.kept = kept
+        self.complete_from = max(self.complete_from, self.oldest_kept)
         self.trained = [entry for entry in self.trained if entry.step >= self.oldest_kept]
         for entry in self.trained:
             if entry.has_result:

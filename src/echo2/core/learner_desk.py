@@ -81,6 +81,18 @@ class LearnerDesk:
         if hello.incarnation or repeated:
             self._reseat(peer)
             return
+        if hello.hello_id and hello.hello_id in state.past_hellos:
+            state.send(peer, Fenced(incarnation=hello.incarnation, by=current))
+            return
+        if hello.resume_step < state.history.complete_from:
+            state.refuse(
+                peer,
+                "resume_step",
+                f"a checkpoint of step {hello.resume_step} is older than the oldest that was "
+                f"kept, of step {state.history.complete_from}; resume from a kept one, or start "
+                "another run",
+            )
+            return
         if hello.resume_step > state.step and not state.is_fresh:
             state.refuse(
                 peer,
@@ -106,6 +118,8 @@ class LearnerDesk:
         if old.peer is not None and old.peer != peer:
             state.send(old.peer, Fenced(incarnation=incarnation - 1, by=incarnation))
             state.emit("learner_fenced", incarnation=incarnation - 1, by=incarnation)
+        if old.hello_id:
+            state.past_hellos.append(old.hello_id)
         state.seat = Seat(peer=peer, hello_id=hello.hello_id, heard_at=state.now)
         state.stream.forget_request()
         state.lineage.begin(incarnation, resume_step)
@@ -113,13 +127,15 @@ class LearnerDesk:
             "learner_joined", incarnation=incarnation, resume_step=resume_step, digest=hello.digest
         )
         for eval_id in list(state.evals.evals):
-            state.end_eval(state.evals.cancel(eval_id, "a new learner took over"))
+            state.end_eval(state.cancel_eval(eval_id, "a new learner took over"))
             del state.evals.evals[eval_id]
         state.step = resume_step
         state.is_fresh = False
         state.granted_at = None
         state.history.kept = tuple(
-            step for step in hello.checkpoint_steps if step <= resume_step
+            step
+            for step in hello.checkpoint_steps
+            if state.history.complete_from <= step <= resume_step
         ) or (resume_step,)
         self._rewind(old.batch, resume_step)
         if hello.environment_version:
@@ -138,6 +154,7 @@ class LearnerDesk:
         for group in state.book.in_state(GroupState.BUFFERED, GroupState.STORING):
             if not self._is_alive(group):
                 state.book.requeue(group, dead)
+                group.attempts = 0  # the leases were not at fault
         for entry in reversed(state.history.rewind(resume_step)):
             group = entry.group
             buffered = entry.has_result and self._is_alive(group) and self._fits(group)
@@ -360,6 +377,14 @@ class LearnerDesk:
         if message.step < state.step:
             self._acknowledge_step(peer)
             return
+        if seat.batch is None and message.step == state.step:
+            state.refuse(
+                peer,
+                "batch_lost",
+                f"the coordinator was started again and does not know the batch of {message.step} "
+                "any more; start the learner again with --resume",
+            )
+            return
         if seat.batch is None or seat.batch.step != message.step:
             raise RemoteProtocolError(
                 f"step {message.step} was completed without its batch, v is {state.step}",
@@ -472,6 +497,8 @@ class LearnerDesk:
         if not self._is_current(peer, message.incarnation):
             return
         state = self.state
+        if message.step < max(state.history.kept):
+            return  # overtaken by a later one
         if any(step > state.step for step in message.kept) or not message.kept:
             raise RemoteProtocolError(
                 f"checkpoints of steps {list(message.kept)} were kept, v is {state.step}",
@@ -495,6 +522,10 @@ class LearnerDesk:
             return
         state = self.state
         if message.eval_id in state.evals.evals:
+            return
+        ended = state.evals.ended.get(message.eval_id)
+        if ended is not None and ended.incarnation == message.incarnation:
+            state.send(peer, ended)  # the answer was lost
             return
         if message.version not in state.lineage.published:
             raise RemoteProtocolError(

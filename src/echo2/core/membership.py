@@ -22,7 +22,8 @@ class WorkerState(enum.Enum):
 
 @dataclass(slots=True)
 class Worker:
-    """`latency_s` of a lease from grant to result; `slowest_rate` in tokens/s of a lease."""
+    """`latency_s` of a lease from grant to result; `slowest_rate` in tokens/s of a lease;
+    `announced_times`: how often the worker was told of the version `announced`."""
 
     peer: PeerId
     engine: str
@@ -37,6 +38,8 @@ class Worker:
     suspect: bool = False
     installed: Version | None = None
     announced: Version | None = None
+    announced_at: float = 0.0
+    announced_times: int = 0
     tokens_per_s: float = 0.0
     mismatch: float | None = None
     latency_s: Estimate = field(default_factory=Estimate)

@@ -6,21 +6,21 @@ collects the effects of the event under way.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
 from echo2.core.buffer import GroupBook
 from echo2.core.effects import Effect, Emit, Finish, Persist, Send
 from echo2.core.estimates import Estimate
-from echo2.core.evals import Eval, Evals
+from echo2.core.evals import Eval, EvalLease, Evals
 from echo2.core.group import End, Group, GroupState, Lease
 from echo2.core.history import TrainedHistory
 from echo2.core.lineage import Lineage
 from echo2.core.membership import Members
 from echo2.core.records import Record
 from echo2.core.settings import CoordinatorSettings
-from echo2.core.task_queue import TaskStream
+from echo2.core.task_queue import TaskStream, group_of, index_of
 from echo2.messages import (
     LeaseRevoked,
     Message,
@@ -29,9 +29,10 @@ from echo2.messages import (
     VersionAnnounced,
     VersionPublished,
 )
-from echo2.types import GroupId, LeaseId, PeerId, Version
+from echo2.types import GroupId, LeaseId, PeerId, Task, Version
 
 RECENT_LEASES_MAX = 65_536
+PAST_HELLOS_MAX = 256
 
 
 @dataclass(slots=True)
@@ -94,6 +95,7 @@ class RunState:
         self.members = Members()
         self.evals = Evals()
         self.seat = Seat()
+        self.past_hellos: deque[str] = deque(maxlen=PAST_HELLOS_MAX)
         self.stream = TaskStream()
         self.announcements: dict[Version, VersionPublished] = {}
         self.published_at: dict[Version, float] = {}
@@ -113,6 +115,7 @@ class RunState:
         self.turns_max = 1
         self.granted_at: float | None = None
         self.is_fresh = restored is None
+        self.first_new_index = 0
         self.restored_trained: list[tuple[GroupId, int]] = []
         self.effects: list[Effect] = []
         if restored is not None:
@@ -122,8 +125,9 @@ class RunState:
         self.step = restored.step
         self.lineage.starts = list(restored.starts)
         self.lineage.published = dict(restored.published)
+        self.first_new_index = restored.next_index
         self.stream = TaskStream(next_index=restored.next_index, again=restored.open_indexes)
-        self.history.kept = restored.kept
+        self.history.keep(restored.kept)
         self.ends.update(restored.ends)
         self.restored_trained = list(restored.trained)
 
@@ -225,7 +229,19 @@ class RunState:
             if tell:
                 self.revoke_at_worker(lease, reason)
 
-    def revoke_at_worker(self, lease: Lease, reason: str) -> None:
+    def lose_eval_lease(self, lease: EvalLease, reason: str, *, tell: bool) -> None:
+        """An eval lease ended without a result: its task waits again, or has failed."""
+        self.evals.give_back(lease.id, reason)
+        if tell:
+            self.revoke_at_worker(lease, reason)
+
+    def cancel_eval(self, eval_id: str, reason: str) -> Eval:
+        """What is not done of the eval stays undone."""
+        for lease in list(self.evals.evals[eval_id].leases.values()):
+            self.revoke_at_worker(lease, reason)
+        return self.evals.cancel(eval_id, reason)
+
+    def revoke_at_worker(self, lease: Lease | EvalLease, reason: str) -> None:
         if self.members.get(lease.worker) is not None:
             self.send(lease.worker, LeaseRevoked(lease=lease.id, reason=reason[:2048]))
 
@@ -282,8 +298,24 @@ class RunState:
         for peer in peers:
             worker = self.members.get(peer)
             if worker is not None:
-                worker.announced = version
+                again = worker.announced == version
+                worker.announced_times = worker.announced_times + 1 if again else 1
+                worker.announced, worker.announced_at = version, self.now
             self.send(peer, message)
+
+    def announce_again(self) -> None:
+        """Tell workers that have not installed the newest version of it once more, ever
+        more rarely: an announcement may be lost, and an install may take long."""
+        newest = self.lineage.newest
+        if newest is None or newest not in self.announcements:
+            return
+        for worker in self.members.workers.values():
+            if worker.installed is not None and worker.installed >= newest:
+                continue
+            times = worker.announced_times if worker.announced == newest else 0
+            patience_s = self.settings.gone_s * 2 ** min(times, 10) if times else 0.0
+            if self.now - worker.announced_at > patience_s:
+                self.announce(newest, [worker.peer])
 
     @property
     def keep_from(self) -> int:
@@ -316,11 +348,13 @@ class RunState:
         if self.finished is not None:
             return
         if finished:
+            for index in self.stream.again:
+                self.book.add(group_of(index), Task(index, "")).begun = True
             for group in list(self.book.groups.values()):
-                if group.attempts or group.result is not None:
+                if group.begun or index_of(group.id) < self.first_new_index:
                     self.end_group(group, "cancelled", "the run is over")
         for eval_id in list(self.evals.evals):
-            self.end_eval(self.evals.cancel(eval_id, "the run is over"))
+            self.end_eval(self.cancel_eval(eval_id, "the run is over"))
         self.evals.evals.clear()
         message = Shutdown(reason=reason[:2048], finished=finished)
         for peer in self.members.workers:
@@ -333,6 +367,7 @@ class RunState:
 
     def end_eval(self, found: Eval) -> None:
         result = found.result()
+        self.evals.remember(result)
         self.send(found.learner, result)
         self.emit(
             "eval_ended",

@@ -104,7 +104,8 @@ class WorkerDesk:
                 precision=hello.precision,
                 slots=hello.slots,
             )
-        if newest is not None and published is not None and worker.installed != newest:
+        behind = newest is not None and (worker.installed is None or worker.installed < newest)
+        if newest is not None and published is not None and behind:
             state.announce(newest, [peer])
 
     def _refusal(self, hello: WorkerHello) -> tuple[str, str] | None:
@@ -203,7 +204,7 @@ class WorkerDesk:
         for lease in state.evals.leases_of(peer):
             found = state.evals.of_lease(lease.id)
             if found is not None and found.version != message.version:
-                state.evals.give_back(lease.id, f"{peer} serves {message.version} now")
+                state.lose_eval_lease(lease, f"{peer} serves {message.version} now", tell=True)
         state.emit(
             "version_installed",
             worker=peer,

@@ -41,7 +41,6 @@ class FaultInjector:
         self.faults = simulation.scenario.faults
         self.timeline = simulation.timeline
         self.rng = Random(f"faults {simulation.scenario.seed}")
-        self.num_learners = 1
 
     def start(self) -> None:
         faults = self.faults
@@ -136,9 +135,7 @@ class FaultInjector:
             return
         self.simulation.note(f"{learner.peer} is stopped")
         learner.stop()
-        self.num_learners += 1
-        peer = PeerId(f"learner-{self.num_learners}")
-        self.timeline.after(self.rng.uniform(0.0, 10.0), self.simulation.start_learner, peer)
+        self.timeline.after(self.rng.uniform(0.0, 10.0), self.simulation.start_learner)
         self.timeline.after(self.rng.uniform(0.0, 40.0), self._wake, learner)
 
     def _wake(self, learner: SimLearner) -> None:

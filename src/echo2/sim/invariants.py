@@ -63,7 +63,7 @@ class Invariants:
         self.finished = False
         self._pending: dict[int, Record] = {}
         self._durable_results: set[LeaseId] = set()
-        self._scored: set[LeaseId] = set()
+        self._settled: set[LeaseId] = set()
         self._durable_incarnations: set[int] = set()
         self._final: dict[Version, bool] = {}
         self._returned: set[GroupId] = set()
@@ -287,6 +287,7 @@ class Invariants:
                 told.lease in self._durable_results or track.end == "expired",
                 f"{told.lease} was acknowledged before its result was durable",
             )
+            self._settled.add(told.lease)
             if isinstance(self._record, GroupStored):
                 require(
                     track.place is Place.STORING and track.lease == told.lease,
@@ -295,7 +296,7 @@ class Invariants:
                 books.move(track, Place.BUFFERED)
         elif told.outcome == "duplicate":
             require(
-                told.lease in self._durable_results or told.lease in self._scored,
+                told.lease in self._settled,
                 f"{told.lease} is called a duplicate, but its result was never stored",
             )
         else:
@@ -346,8 +347,8 @@ class Invariants:
         if books.batch is not None:
             require(books.batch == (granted.step, granted.groups), "a batch was granted twice")
             return
-        require(not self._last, "a batch was granted after the last one")
         size = len(granted.groups)
+        require(size == 0 or not self._last, "a batch was granted after the last one")
         require(size == len(set(granted.groups)), "a group is in its batch twice")
         require(
             size == settings.groups_per_step or (granted.last and size < settings.groups_per_step),
@@ -504,9 +505,9 @@ class Invariants:
         books, settings = self.books, self.settings
         step, event = books.next_step, self._event
         trajectories = track.trajectories
-        if track.place is Place.LEASED and isinstance(event, Received):
-            assert isinstance(event.message, GroupResult)
-            trajectories = event.message.trajectories
+        arrived = event.message if isinstance(event, Received) else None
+        if track.place is Place.LEASED and isinstance(arrived, GroupResult):
+            trajectories = arrived.trajectories if arrived.group == group else ()
         if settings.late == "mask":
             seen = Track(trajectories=trajectories)
             tokens = seen.tokens_from(max(0, step - settings.staleness_max))
@@ -632,7 +633,7 @@ class Invariants:
         require(task not in found.tasks_done, f"task {task} of {eval_id} was scored twice")
         versions = {span.version for t in trajectories for span in t.spans}
         require(versions == {found.version}, f"{eval_id} scored tokens of {versions}")
-        self._scored.add(told.lease)
+        self._settled.add(told.lease)
         found.tasks_done.add(task)
         found.rewards.append(sum(t.reward for t in trajectories) / len(trajectories))
 

@@ -162,11 +162,12 @@ def faulty_fleet(seed: int) -> Scenario:
         groups_per_step=rng.choice((1, 2, 3, 5, 8)),
         group_size=rng.choice((1, 2, 3)),
         lead_steps=rng.choice((None, None, 0.0, float(staleness_max))),
-        filter_zero_variance=rng.random() < 0.25,
         partial_batch=rng.choice(("train", "drop")),
         attempts_max=rng.choice((2, 5, 20)),
         mask_min_tokens=rng.choice((1, 2)),
     )
+    if settings.group_size > 1 and rng.random() < 0.3:
+        settings = replace(settings, filter_zero_variance=True)
     workers = tuple(
         WorkerModel(
             slots=rng.choice((1, 2, 4)),

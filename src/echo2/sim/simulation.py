@@ -142,7 +142,7 @@ class Simulation:
         self.processes[peer] = worker
         worker.start()
 
-    def start_learner(self, peer: PeerId | None = None) -> None:
+    def start_learner(self) -> None:
         """A learner process begins from a checkpoint; the one before is dead or stopped."""
         if self.finish is not None:
             return
@@ -152,7 +152,7 @@ class Simulation:
         self._spawned += 1
         model = self.scenario.learner
         learner = SimLearner(
-            peer or PeerId("learner"),
+            self._free_name(),
             model,
             self.timeline,
             self,
@@ -169,6 +169,14 @@ class Simulation:
         any_of = model.resumes_any_checkpoint and not self.calm
         self.disk = learner.disk = Disk(list(self.disk.kept))
         learner.start(self._rng.choice(kept) if any_of else max(kept))
+
+    def _free_name(self) -> PeerId:
+        """A living process, even a stopped one, keeps its name."""
+        peer, number = PeerId("learner"), 1
+        while peer in self.processes and self.processes[peer].alive:
+            number += 1
+            peer = PeerId(f"learner-{number}")
+        return peer
 
     def _learner_ended(self, reason: str) -> None:
         """A supervisor starts a learner again that ended although the run goes on."""

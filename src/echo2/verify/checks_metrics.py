@@ -20,9 +20,12 @@ class MetricsCheck(Check):
 
     def conclude(self) -> None:
         if not (self.run_dir / METRICS_FILE).is_file():
-            self.promise.skipped = NO_METRICS
+            self.missing()
             return
         self.compare()
+
+    def missing(self) -> None:
+        self.promise.skipped = NO_METRICS
 
     def compare(self) -> None:
         raise NotImplementedError
@@ -41,6 +44,17 @@ class MetricsLines(MetricsCheck):
     NAME = "metrics_lines"
     TEXT = "metrics.jsonl has one line for each completed step, in order, without a gap"
     UNIT = "lines"
+
+    def missing(self) -> None:
+        own = [name for name in ("learner.json", "checkpoints") if (self.run_dir / name).exists()]
+        if own and self.history.completed:
+            self.violate(
+                METRICS_FILE,
+                f"{METRICS_FILE} does not exist, but {own[0]} shows that a learner wrote here, "
+                f"and {len(self.history.completed)} steps were completed",
+            )
+        else:
+            super().missing()
 
     def compare(self) -> None:
         self.promise.checked = len(self.metrics)
