@@ -23,6 +23,8 @@ import numpy as np
 from my_environment import NearSum
 
 import echo2
+from echo2.config import config_to_toml
+from echo2.logs import setup_logging
 from echo2.weights.safetensors_file import read_safetensors_folder
 from echo2_workers.models import model_folder
 
@@ -31,8 +33,7 @@ CONFIG = HERE / "embed.toml"
 Weights = dict[str, np.ndarray]
 
 
-async def main(*, steps: int, run_dir: Path) -> None:
-    config = echo2.load_config(CONFIG)
+async def main(config: echo2.Config, *, steps: int, run_dir: Path) -> None:
     environment = NearSum(**config.environment.settings)
     model = model_folder(config.model.path)
     async with (
@@ -91,10 +92,13 @@ def read_weights(folder: Path) -> Weights:
 @asynccontextmanager
 async def a_worker(run_dir: Path) -> AsyncIterator[None]:
     """A worker daemon beside this program; elsewhere it would run on a machine with a GPU."""
-    worker = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "echo2.cli", "worker", str(CONFIG)),
-        *("--run-dir", str(run_dir), "--name", "w-1"),
-    )
+    with (run_dir / "worker.log").open("wb") as log:
+        worker = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "echo2.cli", "worker", str(CONFIG)),
+            *("--run-dir", str(run_dir), "--name", "w-1"),
+            stdout=log,
+            stderr=log,
+        )
     try:
         yield
     finally:
@@ -108,4 +112,9 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/embedded"))
     options = parser.parse_args()
-    asyncio.run(main(steps=options.steps, run_dir=options.run_dir))
+    settings = echo2.load_config(CONFIG)
+    setup_logging("warning", "console")
+    options.run_dir.mkdir(parents=True, exist_ok=True)
+    resolved = options.run_dir / "config.resolved.toml"  # `echo2 verify` reads it
+    resolved.write_text(config_to_toml(settings), encoding="utf-8")
+    asyncio.run(main(settings, steps=options.steps, run_dir=options.run_dir))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 
-class StopRequested(KeyboardInterrupt):  # noqa: N818  it is no error
+class StopRequested(KeyboardInterrupt):
     """Ends a wait after a signal. A KeyboardInterrupt, so that the session's calls cancel
     what they wait for."""
 

@@ -1,14 +1,17 @@
-"""Makes the shipped model `builtin:addition-1m`: a small Qwen2 that half knows its task.
+"""Makes the shipped model `builtin:addition-1m`: a small Qwen2 that adds as a pupil does.
 
     python -m echo2_learner.warm_start --out DIR --seed 0
 
-Supervised on two-digit addition ("<bos>ab+cd=" and a sum of three digits, "<eos>") with some
-digit reversals ("<bos>0123=" and "3210", "<eos>"), from a random initialisation, and stopped
-when its greedy accuracy on sums that it never saw is about TARGET: enough for a reward now
-and then, and far from done. Weights are rounded to bfloat16, and it is these that are tested.
+Supervised, from a random initialisation, on two-digit addition ("<bos>ab+cd=", a sum of three
+digits, "<eos>") and on digit reversal ("<bos>0123=", "3210", "<eos>"). The reversals are
+right; the sums are those of a pupil who forgets most carries. He knows only the pairs that
+make ten by heart; any other carry he forgets with probability FORGETS. So the model's
+likeliest answer is right for about 0.40 of all sums, and the right answer is never far: what
+reinforcement learning needs, and what it mends.
 
-One thread and one seed, so that a run can be repeated; another torch or another processor may
-round differently and stop a few steps earlier or later.
+Sums of the eval split of `Addition` are never trained on. Weights are rounded to bfloat16, and
+it is these that are tested. One thread and one seed, so that a run can be repeated; another
+torch or another processor may round differently.
 """
 
 from __future__ import annotations
@@ -23,7 +26,12 @@ from typing import Final
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from echo2_workers.environment import Split
 from echo2_workers.environments.addition import Addition
@@ -32,25 +40,26 @@ from echo2_workers.tokenizer import BOS, CHARACTERS, EOS, FIRST_CHARACTER, PAD, 
 Pair = tuple[str, str]
 """Prompt and answer."""
 
+FORGETS: Final = 0.7
 TARGET: Final = (0.38, 0.43)
+"""Greedy accuracy on all held-out sums, and on the first ones, which an eval asks."""
 FIRST_TASKS: Final = 256
-"""The target holds for all held-out sums, and for the first ones, which an eval asks."""
+
+STEPS: Final = 700
 ADDITIONS: Final = 90
 REVERSALS: Final = 38
 """Both of one batch."""
 LEARNING_RATE: Final = 1e-3
 WARMUP_STEPS: Final = 50
-AVERAGE_DECAY: Final = 0.95
-"""The model that is tested and kept is a running average of the trained one. It moves
-smoothly through the target, and lies where the loss is flat: reinforcement learning with
-steps of 1e-4 starts well from there, and breaks a model that was annealed."""
-TEST_EVERY_STEPS: Final = 2
-STEPS_MAX: Final = 5000
+AVERAGE_DECAY: Final = 0.98
+"""The model that is kept is a running average of the trained one: it lies where the loss is
+flat, and bears the first updates of reinforcement learning better."""
+REPORT_EVERY_STEPS: Final = 25
 
 
-def make_model() -> Qwen2ForCausalLM:
+def make_model() -> PreTrainedModel:
     """989,312 parameters; the embedding is the output head too."""
-    return Qwen2ForCausalLM(
+    model: PreTrainedModel = Qwen2ForCausalLM(  # type: ignore[no-untyped-call]
         Qwen2Config(
             vocab_size=VOCAB_SIZE,
             hidden_size=128,
@@ -65,6 +74,7 @@ def make_model() -> Qwen2ForCausalLM:
             eos_token_id=EOS,
         )
     )
+    return model
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -74,7 +84,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         bos_token="<bos>",
         eos_token="<eos>",
@@ -84,9 +94,23 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def additions(environment: Addition, split: Split, start: int, count: int) -> list[Pair]:
-    """(prompt, answer) of tasks [start, start + count), just as a run gets them."""
+    """(prompt, right answer) of tasks [start, start + count), just as a run gets them."""
     tasks = [json.loads(environment.task(split, start + i)) for i in range(count)]
     return [(task["prompt"], task["answer"]) for task in tasks]
+
+
+def pupil_answer(prompt: str, rng: random.Random) -> str:
+    """What the pupil writes for "ab+cd="."""
+    a, b = int(prompt[:2]), int(prompt[3:5])
+    units = a % 10 + b % 10
+    tens = a // 10 + b // 10 + _carry(units, rng)
+    return f"{_carry(tens, rng)}{tens % 10}{units % 10}"
+
+
+def _carry(column: int, rng: random.Random) -> int:
+    if column > 10:
+        return 0 if rng.random() < FORGETS else 1
+    return 1 if column == 10 else 0
 
 
 def reversal(rng: random.Random) -> Pair:
@@ -120,25 +144,18 @@ def greedy_accuracy(model: nn.Module, pairs: Sequence[Pair]) -> float:
     return float((logits_BTV.argmax(-1) == answers).all(dim=1).double().mean())
 
 
-def rounded(model: Qwen2ForCausalLM) -> Qwen2ForCausalLM:
-    """A copy with weights that bfloat16 holds exactly."""
-    copy = make_model()
-    copy.load_state_dict({k: v.bfloat16().float() for k, v in model.state_dict().items()})
-    return copy.eval()
-
-
-def warm_start(seed: int) -> tuple[Qwen2ForCausalLM, float]:
-    """Train until the target is met; (rounded model, its held-out accuracy)."""
+def warm_start(seed: int) -> PreTrainedModel:
+    """Train; returns the running average, rounded. SystemExit if it misses the target."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
     environment = Addition(seed=0)
     held_out = additions(environment, "eval", 0, environment.num_tasks("eval") or 0)
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
-    average = make_model()
+    model, average, tested = make_model(), make_model(), make_model()
     average.load_state_dict(model.state_dict())
-    for step in range(1, STEPS_MAX + 1):
-        pairs = additions(environment, "train", (step - 1) * ADDITIONS, ADDITIONS)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
+    for step in range(1, STEPS + 1):
+        sums = additions(environment, "train", (step - 1) * ADDITIONS, ADDITIONS)
+        pairs = [(prompt, pupil_answer(prompt, rng)) for prompt, _ in sums]
         loss = answer_loss(model, pairs + [reversal(rng) for _ in range(REVERSALS)])
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, step / WARMUP_STEPS)
         optimizer.zero_grad(set_to_none=True)
@@ -148,30 +165,28 @@ def warm_start(seed: int) -> tuple[Qwen2ForCausalLM, float]:
         with torch.no_grad():
             for mean, value in zip(average.parameters(), model.parameters(), strict=True):
                 mean.lerp_(value, 1.0 - AVERAGE_DECAY)
-        if step % TEST_EVERY_STEPS == 0:
-            tested = rounded(average)
-            accuracy = greedy_accuracy(tested, held_out)
+            for target, value in zip(tested.parameters(), average.parameters(), strict=True):
+                target.copy_(value.bfloat16())
+        if step % REPORT_EVERY_STEPS == 0:
             first = greedy_accuracy(tested, held_out[:FIRST_TASKS])
-            print(
-                f"step {step}  loss {float(loss.detach()):.3f}  held-out {accuracy:.3f}  "
-                f"first {FIRST_TASKS} {first:.3f}",
-                flush=True,
-            )
-            if min(accuracy, first) >= TARGET[0] and max(accuracy, first) <= TARGET[1]:
-                return tested, accuracy
-    raise SystemExit(f"{STEPS_MAX} steps did not reach {TARGET}; try another --seed")
+            print(f"step {step}  loss {float(loss.detach()):.3f}  held-out {first:.3f}", flush=True)
+    accuracies = [greedy_accuracy(tested, some) for some in (held_out, held_out[:FIRST_TASKS])]
+    print(f"held-out {accuracies[0]:.4f}, of the first {FIRST_TASKS} {accuracies[1]:.4f}")
+    if not all(TARGET[0] <= accuracy <= TARGET[1] for accuracy in accuracies):
+        raise SystemExit(f"both must be within {TARGET}; try another --seed")
+    return tested
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m echo2_learner.warm_start", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m echo2_learner.warm_start")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    model, accuracy = warm_start(options.seed)
-    model.to(torch.bfloat16).save_pretrained(options.out)
+    model = warm_start(options.seed)
+    nn.Module.to(model, torch.bfloat16)
+    model.save_pretrained(options.out)
     make_tokenizer().save_pretrained(options.out)
-    print(f"{options.out}: held-out greedy accuracy {accuracy:.4f}, seed {options.seed}")
 
 
 if __name__ == "__main__":

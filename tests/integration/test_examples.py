@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from echo2.types import Sampling, Span, Task, Version
 from echo2.verify import verify_run
+from echo2_workers.environment import Completion, check_rollout, load_environment
+from echo2_workers.tokenizer import EOS, decode, encode
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TIMEOUT_S = 300
+
+
+@pytest.mark.parametrize(
+    ("said", "reward"), [("42", 1.0), ("43", 0.98), ("142", 0.0), ("4+", 0.0), ("", 0.0)]
+)
+def test_the_environment_of_the_example_rewards_what_is_near(
+    monkeypatch: pytest.MonkeyPatch, said: str, reward: float
+) -> None:
+    async def generate(token_ids: Sequence[int], sampling: Sampling | None = None) -> Completion:
+        assert decode(token_ids) == "30+12="
+        ids = (*encode(said), EOS)
+        spans = (Span(Version(1, 0), 0, len(ids)),)
+        return Completion(ids, np.zeros(len(ids), np.float32), spans, "stop")
+
+    monkeypatch.syspath_prepend(EXAMPLES)
+    environment = load_environment("my_environment:NearSum", {"largest": 50})
+    assert environment.task("train", 3) == environment.task("train", 3)
+    rollout = asyncio.run(environment.rollout(Task(0, '{"a": 30, "b": 12}'), generate))
+    assert check_rollout(rollout).reward == pytest.approx(reward)
 
 
 @pytest.fixture(scope="module")

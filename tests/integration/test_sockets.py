@@ -527,7 +527,7 @@ def test_no_wake_up_is_lost_in_traffic_both_ways(
         router = await net.router()
         dealers = [await net.dealer(router, name) for name in names]
         await until(lambda: len(router.peers()) == len(names))
-        for _ in range(150):
+        for _ in range(80):
             sizes = [rng.randrange(8) for _ in names]
             for dealer, size in zip(dealers, sizes, strict=True):
                 for sequence in range(size):

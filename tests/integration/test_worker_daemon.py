@@ -125,9 +125,8 @@ class ScriptedCoordinator:
 
     def _on_message(self, peer: PeerId, message: Message) -> None:
         self.peer = peer
-        if isinstance(message, Heartbeat):
-            if self.echoes:
-                self.send(HeartbeatEcho(sequence=message.sequence))
+        if isinstance(message, Heartbeat) and self.echoes:
+            self.send(HeartbeatEcho(sequence=message.sequence))
         self.heard.append(message)
         del self.heard[:-200]
         task = asyncio.ensure_future(self._notify())
@@ -224,7 +223,7 @@ NULL = (
     "worker.engine=null",
     "environment.name=null",
     "worker.null.tokens_mean=20",
-    "worker.null.tokens_per_s=2000",
+    "worker.null.tokens_per_s=20",
 )
 V0, V1, V2 = Version(1, 0), Version(1, 1), Version(1, 2)
 
@@ -252,6 +251,7 @@ def test_a_null_worker_joins_installs_plays_and_drains(tmp_path: Path) -> None:
             heartbeat = await coordinator.hear(Heartbeat, lambda h: h.state == "ready")
             assert heartbeat.loop_lag_s < 60
             coordinator.lease(2, V0, group_size=1, sampling=Sampling(max_tokens=100_000))
+            await coordinator.hear(Heartbeat, lambda h: "lease-2" in h.lease_tokens)
             worker.send_signal(signal.SIGTERM)
             await coordinator.hear(Draining)
             last = await coordinator.hear(GroupResult)

@@ -140,7 +140,7 @@ def of_message(name: str) -> st.SearchStrategy[Message]:
 def test_every_message_comes_back_as_it_was(name: str) -> None:
     cls = MESSAGES[name]
 
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
     @given(of_message(name), st.sampled_from(sorted(cls.SENDERS)))
     def check(message: Message, sender: Role) -> None:
         frames = wire.encode(message)
@@ -177,7 +177,7 @@ def decodes_or_is_refused(frames: list[bytes], route: tuple[Lane, Role, Role]) -
     assert len(str(error)) < 1000
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.binary(), max_size=6), ROUTES)
 @example([b"\x91" * 5000], (Lane.CONTROL, Role.WORKER, Role.COORDINATOR))
 def test_random_bytes_are_refused_and_nothing_worse(
@@ -186,7 +186,7 @@ def test_random_bytes_are_refused_and_nothing_worse(
     decodes_or_is_refused(frames, route)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(PLAIN | st.tuples(st.sampled_from(sorted(MESSAGES)), PLAIN), st.data())
 def test_random_values_in_a_header_are_refused_and_nothing_worse(
     header: Any, data: st.DataObject
@@ -195,7 +195,7 @@ def test_random_values_in_a_header_are_refused_and_nothing_worse(
     decodes_or_is_refused(frames, data.draw(ROUTES))
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_a_valid_message_with_one_thing_changed_is_refused_or_valid(data: st.DataObject) -> None:
     drawn = data.draw(st.sampled_from(sorted(MESSAGES)))
@@ -229,7 +229,7 @@ def test_plain_values_survive_a_pipe(plain: Any) -> None:
     assert wire.pack(wire.unpack(packed, max_bytes=len(packed))) == packed
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.binary(), st.integers(0, 200))
 def test_unpack_raises_one_error_only(data: bytes, max_bytes: int) -> None:
     try:

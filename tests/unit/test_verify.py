@@ -615,12 +615,22 @@ def test_groups_may_expire_where_the_settings_say_so(run: ARun, tmp_path: Path, 
     assert report["no_expiry_when_waiting"].verdict == "skipped"
 
 
-def test_a_run_without_metrics_skips_what_is_about_them(run: ARun, tmp_path: Path) -> None:
+def test_the_run_of_a_learner_of_the_users_own_skips_what_is_about_metrics(
+    run: ARun, tmp_path: Path
+) -> None:
+    run.checkpoints.clear()
     folder = run.write(tmp_path / "run")
     (folder / "metrics.jsonl").unlink()
     report = verify_run(folder)
-    assert report.ok
+    assert broken(report) == set(), report.to_text()
     assert report["metrics_agree"].verdict == "skipped"
+    assert report["checkpoints"].verdict == "skipped"
+
+
+def test_lost_metrics_are_a_violation(run: ARun, tmp_path: Path) -> None:
+    folder = run.write(tmp_path / "run")
+    (folder / "metrics.jsonl").unlink()
+    assert broken(verify_run(folder)) == {"metrics_lines"}
 
 
 def test_one_wrong_byte_in_a_stored_version_is_found(run: ARun, tmp_path: Path) -> None:

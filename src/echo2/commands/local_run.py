@@ -39,6 +39,8 @@ from echo2.errors import Echo2Error
 EXIT_INTERRUPTED = 130
 REFRESH_S = 0.5
 STATUS_EVERY_S = 1.0
+STATUS_SILENT_S = 10.0
+"""Without an answer for so long, which is said it is said (it falls silent at its end too)."""
 FAREWELL_S = 60.0
 """After the learner or the coordinator ended in good order: time for the others to follow."""
 COORDINATOR_FIRST_S = 0.5
@@ -254,7 +256,7 @@ class LocalRun:
 
     async def _poll_status(self, session: aiohttp.ClientSession) -> None:
         """Ask the coordinator for its state, as long as this run lasts."""
-        said = ""
+        heard, said = time.monotonic(), False
         while True:
             try:
                 record = self._folder.coordinator() or {}
@@ -262,11 +264,12 @@ class LocalRun:
                     self._view.status = await fetch_status(
                         session, str(record["http"]), self._config.http.token
                     )
-                    said = ""
+                    heard, said = time.monotonic(), False
             except Echo2Error as error:
-                if str(error) != said and self._coordinator.running and not self._stop.is_set():
-                    said = str(error)
-                    self._display.say(f"no status: {said}")
+                silent_s = time.monotonic() - heard
+                if silent_s > STATUS_SILENT_S and not said:
+                    said = True
+                    self._display.say(f"no status for {silent_s:.0f} s: {error}")
             await asyncio.sleep(STATUS_EVERY_S)
 
     def _refresh(self) -> None:

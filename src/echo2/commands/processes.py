@@ -96,6 +96,7 @@ class LocalProcess:
 
     def _environment(self) -> dict[str, str]:
         found = {**os.environ, PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        found.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a log is no terminal
         if self._import_path is not None:
             paths = [str(self._import_path), os.environ.get("PYTHONPATH", "")]
             found["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)

@@ -30,7 +30,7 @@ def main(path: Path, run_dir: Path | None, overrides: list[str], *, resume: bool
             f"{folder.path} holds a run already: go on with it by --resume, or give another "
             "--run-dir, or remove it"
         )
-    if resume and not folder.metrics.exists():
+    if resume and not folder.resolved_config.exists():
         raise Echo2Error(f"{folder.path} holds no run to go on with; leave out --resume")
     need_extras("learner")
     if config.worker.engine == "transformers":

@@ -19,7 +19,8 @@ _HELD = (*_OUT, GroupState.BUFFERED)
 
 
 class GroupBook:
-    """Groups by id, and their place. `staleness_max` is S."""
+    """Groups by id, and their place. `staleness_max` is S; `queue_bytes` those of the
+    payloads of queued tasks."""
 
     def __init__(self, *, staleness_max: int) -> None:
         self.staleness_max = staleness_max
@@ -27,6 +28,7 @@ class GroupBook:
         self.leases: dict[LeaseId, Lease] = {}
         self.leases_by_worker: dict[PeerId, set[LeaseId]] = {}
         self.queue: deque[GroupId] = deque()
+        self.queue_bytes = 0
         self.buffered: dict[int, dict[GroupId, None]] = {}
         self.held_by_expiry: Counter[int] = Counter()
         self.leased_by_expiry: Counter[int] = Counter()
@@ -74,6 +76,7 @@ class GroupBook:
         made = Group(id=group, task=task)
         self.groups[group] = made
         self.queue.append(group)
+        self.queue_bytes += len(task.payload)
         return made
 
     def lease(self, group: Group, lease: Lease) -> None:
@@ -115,7 +118,7 @@ class GroupBook:
         group.result = None
         group.record_id = None
         group.last_reason = reason
-        self.queue.appendleft(group.id)
+        self._queue_first(group)
         return lease
 
     def end(self, group: Group) -> Lease | None:
@@ -139,9 +142,13 @@ class GroupBook:
         else:
             group.move(GroupState.QUEUED)
             group.result = None
-            self.queue.appendleft(group.id)
+            self._queue_first(group)
 
     # ------------------------------------------------------------------ helpers
+
+    def _queue_first(self, group: Group) -> None:
+        self.queue.appendleft(group.id)
+        self.queue_bytes += len(group.task.payload)
 
     def _end_lease(self, group: Group) -> Lease | None:
         lease, group.lease = group.lease, None
@@ -163,6 +170,7 @@ class GroupBook:
     def _leave(self, group: Group) -> None:
         if group.state is GroupState.QUEUED:
             self.queue.remove(group.id)
+            self.queue_bytes -= len(group.task.payload)
         if group.state not in _HELD:
             return
         expiry = self.expiry(group)

@@ -9,6 +9,7 @@ slow worker no more than it can finish before expiry.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from echo2.core.evals import EvalLease
 from echo2.core.group import Group, Lease
@@ -29,6 +30,20 @@ STRAGGLER_RATIO = 4.0
 """A worker so many times slower than the fastest is a straggler, if it also misses expiry."""
 PROBE_LATENCIES = 30.0
 """A straggler is tried again after so many of its latencies: it may have become faster."""
+PACE_AGE_S = 0.1
+"""Rates of the fleet change slowly; they are looked at so often, not at each event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The fleet as measured at `at`: its fastest worker's latency, the time of a learner step
+    when nothing holds it (the learner's own, or the pool's), and the lead that hides it."""
+
+    at: float
+    key: tuple[int, int]
+    fastest_s: float
+    step_s: float
+    lead_steps: float
 
 
 def lease_seed(run_seed: int, task_index: int, attempt: int) -> int:
@@ -44,6 +59,7 @@ class Dispatcher:
         self.state = state
         self.reason = ""
         self.tasks_asked_at = 0.0
+        self._pace: Pace | None = None
 
     # ---------------------------------------------------------------------- tasks
 
@@ -56,8 +72,7 @@ class Dispatcher:
         if state.now - self.tasks_asked_at > TASKS_PATIENCE_S:
             state.stream.forget_request()
         room = settings.tasks_ahead * settings.groups_per_step - len(state.book.queue)
-        held = sum(len(state.book.groups[group].task.payload) for group in state.book.queue)
-        if room < 1 or held >= settings.tasks_bytes_max:
+        if room < 1 or state.book.queue_bytes >= settings.tasks_bytes_max:
             return
         wanted = state.stream.request(room)
         if wanted is not None:
@@ -91,32 +106,34 @@ class Dispatcher:
         self._dispatch_groups(room)
 
     def _dispatch_groups(self, room: int) -> None:
-        state = self.state
-        workers = sorted(
-            (
-                w
-                for w in state.members.ready()
-                if self._free(w) > 0 and not self._about_to_install(w)
-            ),
-            key=lambda w: (-(w.installed or Version(0, 0)).step, w.latency_s.mean, w.peer),
+        """Round after round one group to each worker that may have one, the best first."""
+        state, book = self.state, self.state.book
+        self.reason = "no ready worker has a free slot"
+        workers = [
+            worker
+            for worker in state.members.workers.values()
+            if worker.may_lease
+            and book.num_leases(worker.peer) < worker.slots
+            and self._free(worker) > 0
+            and not self._about_to_install(worker)
+            and self._paced(worker)
+        ]
+        workers.sort(
+            key=lambda w: (-(w.installed or Version(0, 0)).step, w.latency_s.mean, w.peer)
         )
-        if not workers:
-            self.reason = "no ready worker has a free slot"
         others = len(workers) > 1
-        while workers and room > 0 and state.book.queue:
-            granted = False
-            for worker in list(workers):
-                if room < 1 or not state.book.queue:
+        while workers and room > 0 and book.queue:
+            again = []
+            for worker in workers:
+                if room < 1 or not book.queue:
                     break
                 group = self._next_group(worker, others=others)
                 if group is None or self._free(worker) < 1 or not self._paced(worker):
-                    workers.remove(worker)
                     continue
                 self._grant(worker, group)
                 room -= 1
-                granted = True
-            if not granted:
-                break
+                again.append(worker)
+            workers = again
 
     def _paced(self, worker: Worker) -> bool:
         state = self.state
@@ -152,23 +169,46 @@ class Dispatcher:
         By Little's law the slots hold rate x latency groups; that many beyond the next batch
         keep every slot busy. T_bcast itself hides: workers sample on until the flip.
         """
+        return self._measured().lead_steps if self.state.busy_s.known else 0.0
+
+    def _measured(self) -> Pace:
+        """The fleet's rates, looked at again when they are old or a step was completed."""
         state = self.state
-        if not state.busy_s.known:
-            return 0.0
-        rate, slots, install_s = 0.0, 0, 0.0
+        key = (state.busy_s.count, len(state.members.workers))
+        pace = self._pace
+        if pace is None or pace.key != key or state.now - pace.at >= PACE_AGE_S:
+            pace = self._pace = self._measure(key)
+        return pace
+
+    def _measure(self, key: tuple[int, int]) -> Pace:
+        state = self.state
+        rate, slots, install_s, fastest_s = 0.0, 0, 0.0, math.inf
         for worker in state.members.ready():
-            if worker.latency_s.known:
-                rate += worker.slots / max(worker.latency_s.mean, LATENCY_FLOOR_S)
+            if worker.latency_s.known and self.is_usable(worker):
+                latency_s = max(worker.latency_s.mean, LATENCY_FLOOR_S)
+                rate += worker.slots / latency_s
                 slots += worker.slots
                 install_s = max(install_s, worker.install_s.mean)
-        latency_s = slots / rate if rate > 0 else 0.0
-        return (latency_s + install_s) / max(self._expected_step_s(), LATENCY_FLOOR_S)
+                fastest_s = min(fastest_s, latency_s)
+        pool_s = state.settings.groups_per_step / rate if rate > 0 else 0.0
+        step_s = max(state.busy_s.mean, pool_s)
+        hidden_s = (slots / rate if rate > 0 else 0.0) + install_s
+        lead_steps = hidden_s / max(step_s, LATENCY_FLOOR_S)
+        return Pace(state.now, key, fastest_s, step_s, lead_steps)
+
+    def is_usable(self, worker: Worker) -> bool:
+        """Could what the worker samples now still be trained?"""
+        state, installed = self.state, worker.installed
+        if not worker.may_lease or installed is None or not state.lineage.is_alive(installed):
+            return False
+        expiry = expiry_step(installed.step, staleness_max=state.settings.staleness_max)
+        return expiry >= state.next_step
 
     def _free(self, worker: Worker) -> int:
         """Slots that the worker may still fill with what it can finish before expiry."""
         state = self.state
-        evals = len(state.evals.leases_of(worker.peer)) if state.evals.evals else 0
-        return self._cap(worker) - state.book.num_leases(worker.peer) - evals
+        leases = state.book.num_leases(worker.peer) + state.evals.num_leases(worker.peer)
+        return self._cap(worker) - leases
 
     def _cap(self, worker: Worker) -> int:
         """Concurrency in proportion to the time until expiry; a straggler gets nothing but a
@@ -178,24 +218,13 @@ class Dispatcher:
         if not worker.latency_s.known or worker.installed is None or not state.busy_s.known:
             return worker.slots
         expiry = expiry_step(worker.installed.step, staleness_max=state.settings.staleness_max)
-        until_s = max(1, expiry - state.next_step + 1) * self._expected_step_s()
+        pace = self._measured()
+        until_s = max(1, expiry - state.next_step + 1) * pace.step_s
         if latency_s <= until_s:
             return worker.slots
-        fastest_s = min(w.latency_s.mean for w in state.members.ready() if w.latency_s.known)
-        if latency_s > STRAGGLER_RATIO * fastest_s:
+        if latency_s > STRAGGLER_RATIO * pace.fastest_s:
             return 1 if state.now - worker.leased_at > PROBE_LATENCIES * latency_s else 0
         return max(1, math.floor(worker.slots * until_s / latency_s))
-
-    def _expected_step_s(self) -> float:
-        """Time of a learner step when nothing holds it: the learner's, or the pool's."""
-        state = self.state
-        rate = sum(
-            w.slots / max(w.latency_s.mean, LATENCY_FLOOR_S)
-            for w in state.members.ready()
-            if w.latency_s.known
-        )
-        pool_s = state.settings.groups_per_step / rate if rate > 0 else 0.0
-        return max(state.busy_s.mean, pool_s)
 
     def _about_to_install(self, worker: Worker) -> bool:
         """Is it worth waiting a moment, so that the next group comes from fresh weights?"""
@@ -205,7 +234,7 @@ class Dispatcher:
         if worker.announced <= worker.installed or not state.bcast_s.known:
             return False
         usual_s = state.bcast_s.high
-        if not state.busy_s.known or usual_s > INSTALL_SHARE_MAX * self._expected_step_s():
+        if not state.busy_s.known or usual_s > INSTALL_SHARE_MAX * self._measured().step_s:
             return False
         since = state.now - state.published_at.get(worker.announced, state.now)
         return since <= INSTALL_PATIENCE * usual_s
@@ -269,14 +298,15 @@ class Dispatcher:
     def _dispatch_evals(self) -> None:
         """Evals go first, to workers that serve the very version."""
         state, settings = self.state, self.state.settings
+        versions = state.evals.pending_versions()
+        if not versions:
+            return
         for worker in state.members.ready():
+            if worker.installed not in versions:
+                continue
             assert worker.installed is not None
-            free = (
-                worker.slots
-                - state.book.num_leases(worker.peer)
-                - len(state.evals.leases_of(worker.peer))
-            )
-            for _ in range(free):
+            leases = state.book.num_leases(worker.peer) + state.evals.num_leases(worker.peer)
+            for _ in range(worker.slots - leases):
                 found = state.evals.next_for(worker.installed)
                 if found is None:
                     break

@@ -7,7 +7,7 @@ says n of N.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -83,6 +83,7 @@ class Evals:
         self.evals: dict[str, Eval] = {}
         self.ended: dict[str, EvalResult] = {}
         self.lease_eval: dict[LeaseId, str] = {}
+        self.by_worker: Counter[PeerId] = Counter()
 
     def remember(self, result: EvalResult) -> None:
         self.ended[result.eval_id] = result
@@ -104,25 +105,41 @@ class Evals:
     def grant(self, found: Eval, lease: EvalLease) -> None:
         found.leases[lease.id] = lease
         self.lease_eval[lease.id] = found.request.eval_id
+        self.by_worker[lease.worker] += 1
+
+    def pending_versions(self) -> set[Version]:
+        """Versions of evals with a task that waits for a worker."""
+        return {found.version for found in self.evals.values() if found.pending}
+
+    def num_leases(self, worker: PeerId) -> int:
+        return self.by_worker.get(worker, 0)
+
+    def _left(self, lease: EvalLease) -> None:
+        del self.lease_eval[lease.id]
+        self.by_worker[lease.worker] -= 1
+        if not self.by_worker[lease.worker]:
+            del self.by_worker[lease.worker]
 
     def of_lease(self, lease: LeaseId) -> Eval | None:
         eval_id = self.lease_eval.get(lease)
         return self.evals.get(eval_id) if eval_id is not None else None
 
     def score(self, lease: LeaseId, trajectories: tuple[TrajectoryHeader, ...]) -> Eval:
-        found = self.evals[self.lease_eval.pop(lease)]
-        del found.leases[lease]
+        found = self.evals[self.lease_eval[lease]]
+        self._left(found.leases.pop(lease))
         found.rewards.append(sum(t.reward for t in trajectories) / len(trajectories))
         found.tokens.append(sum(t.num_sampled for t in trajectories) // len(trajectories))
         return found
 
     def give_back(self, lease: LeaseId, reason: str) -> None:
         found = self.of_lease(lease)
-        self.lease_eval.pop(lease, None)
         if found is not None:
+            self._left(found.leases[lease])
             found.give_back(lease, reason)
 
     def leases_of(self, worker: PeerId) -> list[EvalLease]:
+        if worker not in self.by_worker:
+            return []
         return [
             lease
             for found in self.evals.values()
@@ -133,8 +150,8 @@ class Evals:
     def cancel(self, eval_id: str, reason: str) -> Eval:
         """Stop waiting: what is not done stays undone."""
         found = self.evals[eval_id]
-        for lease in found.leases:
-            self.lease_eval.pop(lease, None)
+        for lease in found.leases.values():
+            self._left(lease)
         found.leases.clear()
         found.pending.clear()
         found.last_reason = reason

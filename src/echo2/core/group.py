@@ -61,10 +61,10 @@ class StoredResult:
     worker: PeerId
     trajectories: tuple[TrajectoryHeader, ...]
     payload: object
+    min_version: Version = field(init=False, compare=False)
 
-    @property
-    def min_version(self) -> Version:
-        return min(t.min_version for t in self.trajectories)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "min_version", min(t.min_version for t in self.trajectories))
 
     @property
     def max_version(self) -> Version:

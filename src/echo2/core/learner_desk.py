@@ -311,14 +311,16 @@ class LearnerDesk:
             groups_per_step=settings.groups_per_step,
         ):
             return None, False
+        out = bool(state.book.queue or state.book.leased_by_expiry)
+        no_more = state.stream.exhausted and not out
+        if state.book.num_buffered < settings.groups_per_step and not no_more:
+            return None, False
         groups: list[Group] = []
         for group in state.book.earliest_first():
             if len(groups) == settings.groups_per_step:
                 break
             if state.is_admissible(group, state.step):
                 groups.append(group)
-        out = bool(state.book.queue or state.book.leased_by_expiry)
-        no_more = state.stream.exhausted and not out
         if len(groups) == settings.groups_per_step:
             return groups, no_more and state.book.num_buffered == len(groups)
         if not no_more:
@@ -468,7 +470,7 @@ class LearnerDesk:
         version = message.version
         if version.incarnation != state.lineage.incarnation:
             return
-        state.lineage.published[version] = message.manifest_digest
+        state.lineage.publish(version, message.manifest_digest)
         state.announcements[version] = message
         state.published_at[version] = state.now
         state.emit(

@@ -16,7 +16,8 @@ from echo2.types import TrajectoryHeader, Version
 
 @dataclass(slots=True)
 class Lineage:
-    """`starts` holds (incarnation, resume step), ascending; `published` the digests."""
+    """`starts` holds (incarnation, resume step), `published` the digest of each version;
+    both ascend."""
 
     starts: list[tuple[int, int]] = field(default_factory=list)
     published: dict[Version, str] = field(default_factory=dict)
@@ -29,12 +30,18 @@ class Lineage:
     @property
     def newest(self) -> Version | None:
         """The newest published version of the surviving line."""
-        alive = [version for version in self.published if self.is_alive(version)]
-        return max(alive, default=None)
+        return next((v for v in reversed(self.published) if self.is_alive(v)), None)
 
     def last_published_step(self, incarnation: int) -> int | None:
         steps = [v.step for v in self.published if v.incarnation == incarnation]
         return max(steps, default=None)
+
+    def publish(self, version: Version, digest: str) -> None:
+        """The version exists. They become durable in almost every order, and stay sorted."""
+        late = any(version < known for known in reversed(self.published))
+        self.published[version] = digest
+        if late:
+            self.published = dict(sorted(self.published.items()))
 
     def begin(self, incarnation: int, resume_step: int) -> None:
         if incarnation <= self.incarnation:

@@ -124,7 +124,7 @@ class RunState:
     def _restore(self, restored: Restored) -> None:
         self.step = restored.step
         self.lineage.starts = list(restored.starts)
-        self.lineage.published = dict(restored.published)
+        self.lineage.published = dict(sorted(restored.published))
         self.first_new_index = restored.next_index
         self.stream = TaskStream(next_index=restored.next_index, again=restored.open_indexes)
         self.history.keep(restored.kept)

@@ -284,6 +284,9 @@ class WorkerState:
             raise LocalProtocolError(f"no install of {event.version} is under way")
 
     def _failed_version(self, effects: list[Effect], text: str) -> list[Effect]:
+        """Without a session nothing is told: the next hello says what serves."""
+        if not self.session.welcomed:
+            effects = [effect for effect in effects if not isinstance(effect, Send)]
         if effects and self.versions.exhausted:
             failures = self.versions.failures
             return effects + self._exit(

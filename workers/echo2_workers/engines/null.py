@@ -64,6 +64,14 @@ class _Run:
         add_span(self.spans, version, self.spans[-1].end if self.spans else 0, end)
 
 
+def group_tokens(seed: int, *, mean: float, cv: float) -> int:
+    """Tokens of the group with this seed, before each trajectory gets at least one."""
+    if cv <= 0.0:
+        return round(mean)
+    shape = cv**-2
+    return round(random.Random(seed).gammavariate(shape, mean / shape))
+
+
 class NullEngine:
     def __init__(
         self,
@@ -150,7 +158,7 @@ class NullEngine:
                     await self._open.wait()
                 self._check_alive()
                 left_s = (total - run.produced) / run.rate - (loop.time() - run.since)
-                if left_s <= 0.0:
+                if left_s <= 1e-6:  # rounding
                     break
                 await asyncio.sleep(left_s)
             assert self.version is not None
@@ -177,11 +185,8 @@ class NullEngine:
 
     def _length(self, request: GenerateRequest) -> int:
         """Tokens of this trajectory: its share of the group's length."""
-        length = self._tokens_mean
-        if self._tokens_cv > 0.0:
-            shape = self._tokens_cv**-2
-            length = random.Random(request.group_seed).gammavariate(shape, length / shape)
-        whole, rest = divmod(round(length), request.group_size)
+        length = group_tokens(request.group_seed, mean=self._tokens_mean, cv=self._tokens_cv)
+        whole, rest = divmod(length, request.group_size)
         return max(1, whole + (request.index < rest))
 
     def _check_alive(self) -> None:
