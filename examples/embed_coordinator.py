@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shutil
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 from my_environment import NearSum
+from safetensors.numpy import save_file
 
 import echo2
 from echo2.config import config_to_toml
@@ -43,8 +45,9 @@ async def main(config: echo2.Config, *, steps: int, run_dir: Path) -> None:
         prompts = steps * config.learner.groups_per_step
         await coordinator.submit([environment.task("train", index) for index in range(prompts)])
         await coordinator.end_of_tasks()
-        await coordinator.publish(model)  # a folder: its tokenizer and configuration go along
         learner = RandomSearch(read_weights(model))
+        # A folder: its tokenizer and model configuration go along as the run's assets.
+        await coordinator.publish(write_policy(learner.tried, run_dir / "policy", like=model))
         while (batch := await coordinator.next_batch()) is not None:
             rewards = [t.reward for group in batch.groups for t in group.trajectories]
             kept = learner.learn(float(np.mean(rewards)))
@@ -81,12 +84,23 @@ class RandomSearch:
         return self.tried
 
 
+def write_policy(weights: Weights, folder: Path, *, like: Path) -> Path:
+    """A Hugging Face folder of `weights`, with the other files of `like`."""
+    shutil.copytree(like, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
 def read_weights(folder: Path) -> Weights:
-    """The float32 tensors of a safetensors folder."""
-    return {
-        name: np.frombuffer(content, "<f4").reshape(shape)
-        for name, _, shape, content in read_safetensors_folder(folder)
-    }
+    """The tensors of a safetensors folder in float32."""
+    weights = {}
+    for name, dtype, shape, content in read_safetensors_folder(folder):
+        if dtype == "BF16":  # the upper half of a float32
+            array = (np.frombuffer(content, "<u2").astype("<u4") << 16).view("<f4")
+        else:
+            array = np.frombuffer(content, "<f4")
+        weights[name] = array.reshape(shape)
+    return weights
 
 
 @asynccontextmanager

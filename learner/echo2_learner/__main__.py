@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
+from echo2.config import load_config
 from echo2.errors import ConfigError, Echo2Error, FencedError
+from echo2.logs import setup_logging
 from echo2_learner.main import main
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_FENCED, EXIT_INTERRUPTED = 1, 2, 3, 130
@@ -19,6 +21,8 @@ def _run() -> int:
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
     try:
+        log = load_config(options.config, options.overrides).log
+        setup_logging(log.level, log.format)
         return main(options.config, options.run_dir, options.resume, options.overrides)
     except ConfigError as error:
         return _failed(error, EXIT_CONFIG)

@@ -91,7 +91,10 @@ class TrainingBatch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Right-padded tensors of some trajectories; `shares_BT` as in `loss.token_shares`."""
+    """Right-padded tensors of some trajectories; `shares_BT` as in `loss.token_shares`.
+
+    `has_advantages` is False when all are zero, as in groups whose rewards are all equal.
+    """
 
     token_ids_BT: Tensor
     lengths_B: Tensor
@@ -99,6 +102,7 @@ class MicroBatch:
     mask_BT: Tensor
     advantages_B: Tensor
     shares_BT: Tensor
+    has_advantages: bool
 
 
 def read_batch(
@@ -157,15 +161,15 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """Cut one update into micro-batches of at most `tokens_max` padded tokens each.
 
-    Trajectories of like length go together; a longer one than `tokens_max` goes alone.
+    Trajectories of like length go together, with and without advantage apart; one that is
+    longer than `tokens_max` goes alone.
     Those without a token in the loss are left out. The shares refer to the whole update, so
     the sum of the micro-batches' losses is the update's loss.
     """
     rows = sorted((t for t in trajectories if t.loss_mask.any()), key=lambda t: t.length)
     num_tokens = sum(t.num_loss_tokens for t in rows)
     made = []
-    for some in padded_runs([t.length for t in rows], tokens_max=tokens_max):
-        chosen = rows[some.start : some.stop]
+    for chosen in _chosen_together(rows, tokens_max=tokens_max):
         mask_BT = padded([t.loss_mask for t in chosen]).bool()
         made.append(
             MicroBatch(
@@ -183,9 +187,16 @@ def micro_batches(
                     num_tokens=num_tokens,
                     dtype=dtype,
                 ).to(device),
+                has_advantages=chosen[0].advantage != 0.0,
             )
         )
     return made
+
+
+def _chosen_together(rows: Sequence[Trajectory], *, tokens_max: int) -> Iterator[list[Trajectory]]:
+    for some in ([t for t in rows if t.advantage != 0.0], [t for t in rows if t.advantage == 0.0]):
+        for run in padded_runs([t.length for t in some], tokens_max=tokens_max):
+            yield some[run.start : run.stop]
 
 
 def padded_runs(lengths: Sequence[int], *, tokens_max: int) -> Iterator[range]:

@@ -59,10 +59,11 @@ class Tasks:
                 f"environment {self._environment.name} failed at task({split!r}, {index}): "
                 f"{type(error).__name__}: {error}"
             ) from error
-        if not isinstance(payload, str) or len(payload.encode()) > TASK_PAYLOAD_MAX_BYTES:
+        size = len(payload.encode()) if isinstance(payload, str) else -1
+        if not 0 <= size <= TASK_PAYLOAD_MAX_BYTES:
             raise EnvironmentError_(
                 f"environment {self._environment.name}: task({split!r}, {index}) is "
-                f"{type(payload).__name__} of {len(payload)} characters; a task is text (JSON) of "
-                f"at most {TASK_PAYLOAD_MAX_BYTES} bytes"
+                f"{type(payload).__name__}{f' of {size} bytes' if size >= 0 else ''}; a task is "
+                f"text (JSON) of at most {TASK_PAYLOAD_MAX_BYTES} bytes"
             )
         return Task(index, payload)

@@ -80,10 +80,21 @@ class Trainer:
         )
 
     def step(self, batch: TrainingBatch) -> StepMetrics:
-        """Train on `batch`. LearnerError when loss or gradient are not finite.
+        """Train on `batch`. LearnerError when loss or gradient are not finite, or when the
+        device has too little memory.
 
         A part without any token in the loss makes no update.
         """
+        try:
+            return self._step(batch)
+        except torch.OutOfMemoryError as error:
+            raise LearnerError(
+                f"step {batch.step} needs more memory than {self.policy.device} has, with "
+                f"learner.micro_batch_tokens = {self._table.micro_batch_tokens}; lower it and "
+                f"start again with --resume ({error})"
+            ) from error
+
+    def _step(self, batch: TrainingBatch) -> StepMetrics:
         learning_rate = scheduled_learning_rate(batch.step, self._table)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -125,7 +136,10 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for index, micro in enumerate(part):
-            logprobs_BT, entropy_BT = self._logprobs(self.policy, micro)
+            # Without advantages and KL there is no gradient: a forward pass measures all.
+            has_gradient = micro.has_advantages or table.kl_coefficient > 0
+            with torch.set_grad_enabled(has_gradient):
+                logprobs_BT, entropy_BT = self._logprobs(self.policy, micro)
             if olds is None:
                 old_BT = logprobs_BT.detach()
                 seen.add_start(micro, old_BT, entropy_BT)
@@ -152,8 +166,12 @@ class Trainer:
                 kl_coefficient=table.kl_coefficient,
                 reference_BT=self._reference_logprobs(micro),
             )
-            loss.backward()  # type: ignore[no-untyped-call]
+            if has_gradient:
+                loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
+        for parameter in self._parameters.values():
+            if parameter.grad is None:  # no trajectory has an advantage: it is zero, not absent
+                parameter.grad = torch.zeros_like(parameter)
         norm = float(
             torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._table.grad_norm_max)
         )

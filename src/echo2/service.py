@@ -69,6 +69,7 @@ def settings_of(config: Config, run_id: str) -> CoordinatorSettings:
     """The core's settings out of the TOML schema."""
     return CoordinatorSettings(
         run_id=run_id,
+        life=uuid.uuid4().hex[:8],
         staleness_max=config.staleness.max,
         late=config.staleness.late,
         period=config.staleness.period,

@@ -146,7 +146,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 def finishes_well(fleet: Fleet) -> None:
     assert fleet.ends("coordinator") == 0, fleet.logs()
     report = verify_run(fleet.run_dir)
-    assert report.ok, f"{report}\n{fleet.logs()}"
+    assert report.ok, report.to_text()
     assert fleet.events("run_finished")[-1]["finished"] is True
 
 

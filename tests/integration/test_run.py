@@ -191,7 +191,7 @@ def test_a_killed_learner_and_a_killed_worker_come_back_and_the_run_ends(
 def test_an_interrupt_leaves_a_checkpoint_and_the_run_goes_on_from_it(
     start: Callable[..., Started],
 ) -> None:
-    run = start("--set", "learner.steps=12")
+    run = start("--set", "learner.steps=12", "--set", "workers.local=1")
     run.until(lambda: run.steps() >= 3, "3 steps were trained")
     family = family_of(run.process.pid)
     os.killpg(run.process.pid, signal.SIGINT)
@@ -201,7 +201,7 @@ def test_an_interrupt_leaves_a_checkpoint_and_the_run_goes_on_from_it(
     assert re.search(r"^go on with: echo2 run \S+ --run-dir \S+ --resume$", run.text, re.MULTILINE)
     kept = run.events("checkpoint_saved")[-1]["step"]
     assert kept == run.steps()
-    again = start("--set", "learner.steps=12", "--resume")
+    again = start("--set", "learner.steps=12", "--set", "workers.local=1", "--resume")
     assert again.ends() == 0, again.text
     assert again.steps() == 12
     assert again.events("learner_joined")[-1]["resume_step"] == kept
@@ -209,7 +209,7 @@ def test_an_interrupt_leaves_a_checkpoint_and_the_run_goes_on_from_it(
 
 
 def test_nothing_outlives_a_run_that_is_killed(start: Callable[..., Started]) -> None:
-    run = start("--set", "learner.steps=1000")
+    run = start("--set", "learner.steps=1000", "--set", "workers.local=1")
     run.until(lambda: run.steps() >= 1, "a step was trained")
     family = family_of(run.process.pid)
     assert len(family) >= 6

@@ -374,7 +374,8 @@ def a_model(seed: int) -> Any:
         eos_token_id=2,
         pad_token_id=0,
     )
-    model = Qwen2ForCausalLM(config).eval()
+    model: Any = Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
+    model.eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -589,7 +590,9 @@ def test_unruly_environments_cost_their_own_group_only(tmp_path: Path) -> None:
                 await coordinator.hear(Heartbeat, lambda h: "lease-1" in h.lease_tokens)
                 assert not any(isinstance(m, LeaseFailed) for m in coordinator.heard)
                 lease(11, "deaf")
-                await coordinator.hear(Heartbeat, lambda h: h.lease_tokens.get("lease-11", 0) > 0)
+                await coordinator.hear(
+                    Heartbeat, lambda h: h.lease_tokens.get(LeaseId("lease-11"), 0) > 0
+                )
                 coordinator.send(LeaseRevoked(lease=LeaseId("lease-11"), reason="stalled"))
                 coordinator.send(LeaseRevoked(lease=LeaseId("lease-1"), reason="enough"))
                 lease(12, "fine")

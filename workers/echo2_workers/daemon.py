@@ -240,10 +240,7 @@ class WorkerDaemon:
             case events.Reconnect(attempt):
                 self._reconnect(attempt)
             case events.Fetch():
-                before = self._fetches.get(effect.manifest_digest)
-                self._fetches[effect.manifest_digest] = self._own(
-                    self._fetch(effect, before), "fetch"
-                )
+                self._begin_fetch(effect)
             case events.CancelFetch(manifest_digest):
                 fetch = self._fetches.get(manifest_digest)
                 if fetch is not None:
@@ -301,7 +298,19 @@ class WorkerDaemon:
                 self._post(events.ConnectionRestored())
                 return
 
+    def _begin_fetch(self, fetch: events.Fetch) -> None:
+        digest = fetch.manifest_digest
+        task = self._own(self._fetch(fetch, self._fetches.get(digest)), "fetch")
+        self._fetches[digest] = task
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if self._fetches.get(digest) is task:
+                del self._fetches[digest]
+
+        task.add_done_callback(ended)
+
     async def _fetch(self, fetch: events.Fetch, before: asyncio.Task[None] | None) -> None:
+        """`before` is an earlier one of the same manifest that was cancelled."""
         if before is not None:
             await asyncio.gather(before, return_exceptions=True)
         digest = fetch.manifest_digest

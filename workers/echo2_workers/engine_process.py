@@ -122,7 +122,7 @@ class EngineProcess:
 
     async def start(self, assets: Path | None) -> None:
         """Spawn the process and warm the engine up. Raises EngineError."""
-        self._child = await spawn("echo2_workers.engine_host")
+        self._child = await spawn("echo2_workers.engine_host", env={"HF_HUB_OFFLINE": "1"})
         self._tasks.start(self._read(self._child), name="read")
         self._tasks.start(self._watch(self._child), name="watch")
         await self._ask(

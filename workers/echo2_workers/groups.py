@@ -14,8 +14,9 @@ from typing import Final, Protocol
 
 import structlog
 
+from echo2 import wire
 from echo2.core.worker_events import Event, GroupDone, GroupFailed
-from echo2.errors import EngineError, EnvironmentError_
+from echo2.errors import EngineError, EnvironmentError_, LocalProtocolError
 from echo2.messages import GroupResult, LeaseGranted
 from echo2.types import LeaseId
 from echo2_workers.engine import Generated, GenerateRequest
@@ -144,7 +145,7 @@ class Groups:
             return GroupFailed(lease, "environment", str(error))
         except EngineError as error:
             return GroupFailed(lease, "engine", str(error))
-        except ValueError as error:  # the environment made what no message may hold
+        except (ValueError, LocalProtocolError) as error:  # what no message may hold
             return GroupFailed(lease, "environment", told(error))
         except Exception as error:
             log.exception("group_crashed", lease=lease)
@@ -157,7 +158,9 @@ class Groups:
 
 
 def _result(granted: LeaseGranted, played: GroupPlayed) -> GroupResult:
-    return GroupResult(
+    """Raises ValueError or LocalProtocolError when the group does not fit a message: better
+    here, where its lease fails, than at each try to send it."""
+    result = GroupResult(
         lease=granted.lease,
         group=granted.group,
         attempt=granted.attempt,
@@ -168,3 +171,5 @@ def _result(granted: LeaseGranted, played: GroupPlayed) -> GroupResult:
         logprobs=played.logprobs,
         loss_mask=played.loss_mask,
     )
+    wire.encode(result)
+    return result

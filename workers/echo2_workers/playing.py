@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from echo2.errors import EngineError, EnvironmentError_
 from echo2.types import LeaseId, Sampling, Task, TrajectoryHeader
@@ -24,6 +25,8 @@ from echo2_workers.environment import Completion, Environment, Rollout, check_ro
 _TURN: Final = 0x9E3779B97F4A7C15
 """Odd, so that the turns of one trajectory do not meet the seeds of its neighbours."""
 TEXT_MAX: Final = 500
+_HEADERS: Final = TypeAdapter(TrajectoryHeader)
+_SAMPLINGS: Final = TypeAdapter(Sampling)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,20 +87,10 @@ async def play_group(
 def assemble(
     rollouts: Sequence[Rollout], *, generate_s: float, environment_s: float
 ) -> GroupPlayed:
-    """The G trajectories of a group as headers and frames."""
+    """The G trajectories of a group as headers and frames. Raises EnvironmentError_ when a
+    header has a value that no message may hold."""
     return GroupPlayed(
-        trajectories=tuple(
-            TrajectoryHeader(
-                length=len(rollout.token_ids),
-                prompt_length=rollout.prompt_length,
-                num_sampled=int(np.count_nonzero(rollout.loss_mask)),
-                reward=float(rollout.reward),
-                finish=rollout.finish,
-                num_turns=rollout.num_turns,
-                spans=tuple(rollout.spans),
-            )
-            for rollout in rollouts
-        ),
+        trajectories=tuple(_header(rollout) for rollout in rollouts),
         token_ids=b"".join(np.asarray(r.token_ids, "<i4").tobytes() for r in rollouts),
         logprobs=b"".join(
             np.where(r.loss_mask, r.logprobs, 0.0).astype("<f4").tobytes() for r in rollouts
@@ -106,6 +99,23 @@ def assemble(
         generate_s=generate_s,
         environment_s=environment_s,
     )
+
+
+def _header(rollout: Rollout) -> TrajectoryHeader:
+    try:
+        return _HEADERS.validate_python(
+            {
+                "length": len(rollout.token_ids),
+                "prompt_length": rollout.prompt_length,
+                "num_sampled": int(np.count_nonzero(rollout.loss_mask)),
+                "reward": float(rollout.reward),
+                "finish": rollout.finish,
+                "num_turns": rollout.num_turns,
+                "spans": tuple(asdict(span) for span in rollout.spans),
+            }
+        )
+    except ValidationError as error:
+        raise EnvironmentError_(f"a rollout that no group can hold: {told(error)}") from error
 
 
 @dataclass(slots=True)
@@ -121,6 +131,8 @@ async def _play(
 
     async def ask(token_ids: Sequence[int], sampling: Sampling | None = None) -> Completion:
         nonlocal turn
+        if sampling is not None:
+            sampling = _SAMPLINGS.validate_python(asdict(sampling))
         request = GenerateRequest(
             token_ids=[int(token_id) for token_id in token_ids],
             sampling=job.sampling if sampling is None else sampling,

@@ -97,7 +97,8 @@ class CoordinatorState:
                     self._tick()
                 case StopRequested(reason):
                     state.finish(ok=True, finished=False, reason=reason)
-            self._settle()
+            if not _is_heartbeat(event):
+                self._settle()
         effects, state.effects = state.effects, []
         return effects
 
@@ -154,7 +155,8 @@ class CoordinatorState:
                 pass  # nothing waits for a checkpoint's record
 
     def _settle(self) -> None:
-        """After each event: what became possible?"""
+        """What became possible? Not asked after heartbeats: those change nothing that the
+        next tick would not see."""
         if self.state.finished is not None:
             return
         self.learner.try_batch()
@@ -290,3 +292,7 @@ class CoordinatorState:
                     text=text[:2048],
                 ),
             )
+
+
+def _is_heartbeat(event: Event) -> bool:
+    return isinstance(event, Received) and isinstance(event.message, Heartbeat | LearnerHeartbeat)

@@ -108,15 +108,22 @@ class Dispatcher:
     def _dispatch_groups(self, room: int) -> None:
         """Round after round one group to each worker that may have one, the best first."""
         state, book = self.state, self.state.book
+        newest = state.lineage.newest
+        if newest is None or not self._paced(newest):
+            return  # then no older version is either: its groups expire earlier
         self.reason = "no ready worker has a free slot"
         workers = [
             worker
             for worker in state.members.workers.values()
-            if worker.may_lease
-            and book.num_leases(worker.peer) < worker.slots
+            if book.num_leases(worker.peer) < worker.slots and worker.may_lease
+        ]
+        paced = {v for v in {worker.installed for worker in workers} if v and self._serves(v)}
+        workers = [
+            worker
+            for worker in workers
+            if worker.installed in paced
             and self._free(worker) > 0
             and not self._about_to_install(worker)
-            and self._paced(worker)
         ]
         workers.sort(
             key=lambda w: (-(w.installed or Version(0, 0)).step, w.latency_s.mean, w.peer)
@@ -128,26 +135,28 @@ class Dispatcher:
                 if room < 1 or not book.queue:
                     break
                 group = self._next_group(worker, others=others)
-                if group is None or self._free(worker) < 1 or not self._paced(worker):
+                assert worker.installed is not None
+                if group is None or self._free(worker) < 1 or not self._paced(worker.installed):
                     continue
                 self._grant(worker, group)
                 room -= 1
                 again.append(worker)
             workers = again
 
-    def _paced(self, worker: Worker) -> bool:
-        state = self.state
-        assert worker.installed is not None
-        if not state.lineage.is_alive(worker.installed):
-            self.reason = f"{worker.peer} serves {worker.installed}, which leads nowhere any more"
+    def _serves(self, version: Version) -> bool:
+        """May anyone be granted a group under `version`?"""
+        if not self.state.lineage.is_alive(version):
+            self.reason = f"version {version} is served, which leads nowhere any more"
             return False
+        return self._paced(version)
+
+    def _paced(self, version: Version) -> bool:
+        state, settings = self.state, self.state.settings
         verdict = pacing_verdict(
             state.book.held_by_expiry,
-            new_expiry=expiry_step(
-                worker.installed.step, staleness_max=state.settings.staleness_max
-            ),
+            new_expiry=expiry_step(version.step, staleness_max=settings.staleness_max),
             next_step=state.next_step,
-            groups_per_step=state.settings.groups_per_step,
+            groups_per_step=settings.groups_per_step,
         )
         if not verdict:
             self.reason = verdict.reason
@@ -183,8 +192,10 @@ class Dispatcher:
     def _measure(self, key: tuple[int, int]) -> Pace:
         state = self.state
         rate, slots, install_s, fastest_s = 0.0, 0, 0.0, math.inf
-        for worker in state.members.ready():
-            if worker.latency_s.known and self.is_usable(worker):
+        workers = [worker for worker in state.members.ready() if worker.latency_s.known]
+        usable = {v for v in {worker.installed for worker in workers} if v and self.is_usable(v)}
+        for worker in workers:
+            if worker.installed in usable:
                 latency_s = max(worker.latency_s.mean, LATENCY_FLOOR_S)
                 rate += worker.slots / latency_s
                 slots += worker.slots
@@ -196,13 +207,11 @@ class Dispatcher:
         lead_steps = hidden_s / max(step_s, LATENCY_FLOOR_S)
         return Pace(state.now, key, fastest_s, step_s, lead_steps)
 
-    def is_usable(self, worker: Worker) -> bool:
-        """Could what the worker samples now still be trained?"""
-        state, installed = self.state, worker.installed
-        if not worker.may_lease or installed is None or not state.lineage.is_alive(installed):
-            return False
-        expiry = expiry_step(installed.step, staleness_max=state.settings.staleness_max)
-        return expiry >= state.next_step
+    def is_usable(self, version: Version) -> bool:
+        """Could what `version` samples now still be trained?"""
+        state = self.state
+        expiry = expiry_step(version.step, staleness_max=state.settings.staleness_max)
+        return expiry >= state.next_step and state.lineage.is_alive(version)
 
     def _free(self, worker: Worker) -> int:
         """Slots that the worker may still fill with what it can finish before expiry."""
@@ -289,7 +298,7 @@ class Dispatcher:
 
     def _lease_id(self) -> LeaseId:
         state = self.state
-        lease = LeaseId(f"l{state.lineage.incarnation}.{state.next_lease}")
+        lease = LeaseId(f"l{state.settings.life}.{state.next_lease}")
         state.next_lease += 1
         return lease
 

@@ -15,6 +15,8 @@ class CoordinatorSettings:
     """Names and units as in the TOML schema (`echo2.config`), which documents them."""
 
     run_id: str
+    life: str = ""
+    """Differs between coordinators of one run, and so do the names of their leases."""
     staleness_max: int
     late: Late = "wait"
     period: int = 1

@@ -17,7 +17,8 @@ def waiting_text(state: RunState, dispatch_reason: str) -> str:
     ]
     if book.leases:
         slowest = min(book.leases.values(), key=lambda lease: lease.granted_at)
-        parts.append(f"slowest lease {state.now - slowest.granted_at:.0f} s on {slowest.worker}")
+        age_s = _rounded(state.now - slowest.granted_at)
+        parts.append(f"slowest lease {age_s} s on {slowest.worker}")
     elif dispatch_reason:
         parts.append(dispatch_reason)
     return "; ".join(parts)
@@ -49,3 +50,8 @@ def waits(state: RunState, dispatch_reason: str) -> list[str]:
                 f"{state.now - worker.joined_at:.0f} s ago"
             )
     return found
+
+
+def _rounded(age_s: float) -> int:
+    """Whole seconds, from ten on whole tens: a sentence that changes is told anew."""
+    return int(age_s) if age_s < 10 else int(age_s) // 10 * 10

@@ -362,8 +362,9 @@ class WorkerState:
         if self.phase is WorkerPhase.JOINING or not self.settings.takes_leases:
             return effects
         effects += self.engine.advance(now, self.session.environment_settings)
+        has_assets = bool(self.engine.assets_digest)
         effects += self._failed_version(
-            self.versions.advance(now), "it was announced without an origin"
+            self.versions.advance(now, has_assets=has_assets), "it lacks an origin or assets"
         )
         if not self.stopped and self.engine.life is EngineLife.UP:
             effects += self._advance_install(now)

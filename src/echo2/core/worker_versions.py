@@ -115,8 +115,9 @@ class Versions:
         self.fetching = None
         return self._failed(fetching, "fetch", text, now)
 
-    def advance(self, now: float) -> list[Effect]:
-        """Begin the fetch that is wanted now, if any."""
+    def advance(self, now: float, *, has_assets: bool) -> list[Effect]:
+        """Begin the fetch that is wanted now, if any. `has_assets`: the run's assets are
+        known; without them no model can be made."""
         wanted = self._wanted()
         if wanted is None or any(
             stage is not None and stage.version == wanted.version
@@ -135,10 +136,10 @@ class Versions:
         if wanted.origin == "" and not self.needs_weights:
             self._take(wanted, 0.0)
             return effects
-        if wanted.origin == "":
-            return effects + self._failed(
-                wanted, "fetch", "announced without an origin; the publisher must serve one", now
-            )
+        lacks = "an origin" if wanted.origin == "" else "assets (config.json)"
+        if self.needs_weights and not (wanted.origin and has_assets):
+            text = f"it was announced without {lacks}; its publisher must name them"
+            return effects + self._failed(wanted, "fetch", text, now)
         self.fetching, self._share = wanted, 0.0
         fetch = Fetch(wanted.manifest_digest, wanted.origin, wanted.origin_key, wanted.version)
         return [*effects, fetch]

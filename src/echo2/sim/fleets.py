@@ -10,11 +10,19 @@ from echo2.sim.scenario import LearnerModel, Scenario, a_run, calm_fleet, faulty
 
 def big_fleet(seed: int) -> Scenario:
     """200 workers of different speed, more than 50,000 groups, nothing breaks."""
-    settings = a_run(seed, staleness_max=3, groups_per_step=128, group_size=4)
+    settings = a_run(
+        seed,
+        staleness_max=3,
+        period=2,
+        groups_per_step=256,
+        group_size=4,
+        heartbeat_interval_s=4.0,
+        suspect_s=10.0,
+    )
     return calm_fleet(
         seed,
         num_workers=200,
-        steps=400,
+        steps=210,
         settings=settings,
         learner=LearnerModel(train_s=1.2, checkpoint_every=20),
     )

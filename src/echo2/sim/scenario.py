@@ -124,26 +124,26 @@ def calm_fleet(
     steps: int,
     settings: CoordinatorSettings,
     learner: LearnerModel | None = None,
-    heartbeat_interval_s: float = 2.0,
 ) -> Scenario:
     """Many workers of different speed, nothing breaks."""
     rng = Random(f"fleet {seed}")
     workers = tuple(
         WorkerModel(
             slots=rng.choice((4, 8)),
-            latency_s=rng.uniform(4.0, 12.0),
-            latency_cv=rng.uniform(0.2, 1.0),
-            install_s=rng.uniform(0.2, 2.0),
+            latency_s=rng.uniform(2.0, 4.0),
+            latency_cv=rng.uniform(0.1, 0.4),
+            install_s=rng.uniform(0.1, 0.5),
             price_usd_per_h=rng.uniform(0.1, 2.0),
         )
         for _ in range(num_workers)
     )
     return Scenario(
         seed=seed,
-        settings=replace(settings, heartbeat_interval_s=heartbeat_interval_s),
+        settings=settings,
         steps=steps,
         workers=workers,
         learner=learner or LearnerModel(),
+        tick_s=1.0,
         patience_s=100_000.0,
     )
 

@@ -30,15 +30,6 @@ class MetricsCheck(Check):
     def compare(self) -> None:
         raise NotImplementedError
 
-    def surviving(self) -> list[Line]:
-        """The line of the highest incarnation for each step, by step."""
-        newest: dict[int, Line] = {}
-        for line in self.metrics:
-            before = newest.get(line["step"])
-            if before is None or line["incarnation"] >= before["incarnation"]:
-                newest[line["step"]] = line
-        return [newest[step] for step in sorted(newest)]
-
 
 class MetricsLines(MetricsCheck):
     NAME = "metrics_lines"
@@ -175,10 +166,9 @@ class Logprobs(MetricsCheck):
     def compare(self) -> None:
         precisions = {*self.history.precisions.values(), self.settings.dtype}
         allowed = max(LOGPROB_DIFF_MAX.get(name, 0.0) for name in precisions)
-        lines = self.surviving()
         compared = 0
         largest: float | None = None
-        for line in lines:
+        for line in self.metrics:
             diff = line["logprob_diff_mean"]
             if diff is None:
                 continue
@@ -201,18 +191,26 @@ class Logprobs(MetricsCheck):
                 )
             largest = max(largest or 0.0, diff)
         self.promise.facts.update({"largest": largest, "allowed": allowed, "tokens": compared})
-        self._enough(len(lines))
+        self._enough()
 
-    def _enough(self, num_lines: int) -> None:
-        """At least every second line, or as often as small batches add up to a mean."""
+    def _enough(self) -> None:
+        """Half of the lines have a check, or as many as small batches add up to: a mean needs
+        LOGPROB_TOKENS_MIN tokens, and a learner that dies loses what it had added up."""
         every = max(2, self.settings.logprob_check_every_steps)
-        trained = sum(batch.tokens for batch in self.history.batches.values())
-        wanted = min(num_lines // every, trained // (2 * LOGPROB_TOKENS_MIN))
+        wanted = 0
+        for incarnation in self.history.resume_steps:
+            lines = [line for line in self.metrics if line["incarnation"] == incarnation]
+            tokens = sum(line["tokens"] for line in lines)
+            if tokens >= LOGPROB_TOKENS_MIN * len(lines):
+                wanted += len(lines) // every
+            else:
+                wanted += min(len(lines) // every, tokens // (3 * LOGPROB_TOKENS_MIN))
         if self.promise.checked < wanted:
             self.violate(
                 METRICS_FILE,
-                f"{self.promise.checked} of {num_lines} lines have logprob_diff_mean; a check "
-                f"every {every} steps, over {trained} tokens, makes at least {wanted}",
+                f"{self.promise.checked} of {len(self.metrics)} lines have logprob_diff_mean; a "
+                f"check every {every} steps, over {LOGPROB_TOKENS_MIN} tokens or more, makes at "
+                f"least {wanted}",
             )
 
 

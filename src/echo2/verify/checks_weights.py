@@ -149,6 +149,8 @@ class VersionFiles(Check):
         except (Echo2Error, KeyError, TypeError, ValueError) as error:
             self.violate(where, f"the manifest cannot be read: {error}")
             return 0
+        if not path.with_suffix(".bin").is_file() and path.with_suffix(".partial").is_file():
+            return 0  # a fetch that was superseded or cut off: never installed
         problem = _content_problem(
             path.with_suffix(".bin"), chunk_bytes, num_bytes, chunk_digests, whole
         )

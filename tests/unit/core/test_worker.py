@@ -528,10 +528,14 @@ def test_failures_of_ever_newer_first_versions_are_bounded_too() -> None:
     assert worker.only(events.Exit).code == 1
 
 
-def test_an_announcement_without_an_origin_fails_for_an_engine_that_needs_one() -> None:
+def test_an_announcement_without_origin_or_assets_fails_for_an_engine_that_needs_them() -> None:
     worker = Worker().with_engine()
     worker.on(announced(V[0], origin="", origin_key=""))
-    assert worker.sent(messages.InstallFailed)[0].stage == "fetch"
+    assert "an origin" in worker.sent(messages.InstallFailed)[0].text
+    worker = Worker().welcomed(assets_digest="")
+    worker.on(announced(V[0], assets_digest=""))
+    assert "assets" in worker.sent(messages.InstallFailed)[0].text
+    assert worker.none(events.Fetch)
     null = Worker(engine="null", needs_weights=False).welcomed(assets_digest="")
     null.on(events.EngineReady(1))
     null.on(announced(V[0], origin="", origin_key=""))
@@ -751,14 +755,14 @@ def test_an_engines_death_hands_leases_back_and_reinstalls_what_served() -> None
     assert (failed.stage, "SIGKILL" in failed.text) == ("engine", True)
     (hello,) = worker.sent(messages.WorkerHello)
     assert (hello.installed, hello.held) == (None, ())
-    assert worker.state.phase is WorkerPhase.SYNCING
+    assert str(worker.state.phase) == "syncing"
     worker.tick(1.1)
     assert worker.only(events.StartEngine).epoch == 2
     worker.on(events.EngineReady(2))
     assert worker.only(events.Install).announced.version == V[0]
     worker.installs(V[0])
     assert worker.sent(messages.VersionInstalled)[0].version == V[0]
-    assert worker.state.phase is WorkerPhase.READY
+    assert str(worker.state.phase) == "ready"
 
 
 def test_a_dead_engine_that_still_speaks_changes_nothing() -> None:

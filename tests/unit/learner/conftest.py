@@ -119,9 +119,7 @@ def make_group(
             Span(Version(*version), int(low), int(high))
             for version, low, high in zip(versions, bounds, bounds[1:], strict=False)
         )
-        headers.append(
-            TrajectoryHeader(length, prompt, length - prompt, reward, "stop", 1, spans)
-        )
+        headers.append(TrajectoryHeader(length, prompt, length - prompt, reward, "stop", 1, spans))
         mask = np.arange(length) >= prompt
         token_ids.append(rng.integers(3, 21, length))
         logprobs.append(np.where(mask, rng.uniform(-3.0, -0.1, length), 0.0))

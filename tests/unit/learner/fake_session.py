@@ -65,8 +65,7 @@ class FakeSession:
         self._called("next_batch", step)
         if step >= self.data_ends_at:
             return None
-        count = self.config.learner.groups_per_step
-        groups = [self._group(step, step * count + i) for i in range(count)]
+        groups = self._groups(step)
         last = self.tell_last and step + 1 >= self.data_ends_at
         granted = BatchGranted(
             incarnation=self.incarnation,
@@ -141,21 +140,31 @@ class FakeSession:
         self.calls.append((name, step))
         self.on_call(name, step)
 
-    def _group(self, step: int, index: int) -> BatchGroup:
-        size, length = self.config.dispatch.group_size, self.config.sampling.max_tokens
-        rng = np.random.default_rng([7, index])
-        tokens = np.tile(np.array([*PROMPT, 5 + index % 8]), (size, 1))
-        start = tokens.shape[1]
+    def _groups(self, step: int) -> list[BatchGroup]:
+        """Sampled in one go; a group depends on nothing but its index and the weights."""
+        count, size = self.config.learner.groups_per_step, self.config.dispatch.group_size
+        length = self.config.sampling.max_tokens
+        indexes = range(step * count, (step + 1) * count)
+        tokens = np.array([[*PROMPT, 5 + index % 8] for index in indexes for _ in range(size)])
+        rngs = [np.random.default_rng([7, index]) for index in indexes]
         for _ in range(length):
-            lengths = torch.full((size,), tokens.shape[1])
             with torch.no_grad():
-                logits = self.policy.module(torch.from_numpy(tokens)).logits[:, -1]
-            noise = torch.from_numpy(rng.gumbel(size=tuple(logits.shape)))
-            chosen = (logits.double() + noise).argmax(-1, keepdim=True).numpy()
+                logits = self.policy.module(torch.from_numpy(tokens)).logits[:, -1].double()
+            noise = np.concatenate([rng.gumbel(size=(size, logits.shape[1])) for rng in rngs])
+            chosen = (logits + torch.from_numpy(noise)).argmax(-1, keepdim=True).numpy()
             tokens = np.concatenate([tokens, chosen], axis=1)
-        lengths = torch.full((size,), tokens.shape[1])
+        lengths = torch.full((len(tokens),), tokens.shape[1])
         with torch.no_grad():
             logprobs, _ = self.policy.logprobs(torch.from_numpy(tokens), lengths, temperature=1.0)
+        return [
+            self._group(step, index, tokens[rows], logprobs.numpy()[rows])
+            for index, rows in (
+                (index, slice(i * size, (i + 1) * size)) for i, index in enumerate(indexes)
+            )
+        ]
+
+    def _group(self, step: int, index: int, tokens: Any, logprobs: Any) -> BatchGroup:
+        start = len(PROMPT) + 1
         mask = np.zeros(tokens.shape, np.uint8)
         mask[:, start:] = 1
         version = self.published[-1].version
@@ -169,7 +178,7 @@ class FakeSession:
                 TrajectoryHeader(
                     length=tokens.shape[1],
                     prompt_length=start,
-                    num_sampled=length,
+                    num_sampled=tokens.shape[1] - start,
                     reward=float(row[start:].sum() % 2),
                     finish="length",
                     num_turns=1,
@@ -178,7 +187,7 @@ class FakeSession:
                 for row in tokens
             ),
             token_ids=tokens.astype("<i4").tobytes(),
-            logprobs=(logprobs.numpy() * mask).astype("<f4").tobytes(),
+            logprobs=(logprobs * mask).astype("<f4").tobytes(),
             loss_mask=mask.tobytes(),
         )
 

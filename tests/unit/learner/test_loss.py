@@ -42,7 +42,9 @@ def random_case(seed: int, rows: int = 5, length: int = 7) -> dict[str, Tensor]:
     }
 
 
-def straightforward(case: dict[str, Tensor], logprobs: Tensor, aggregate: str, beta: float) -> Tensor:
+def straightforward(
+    case: dict[str, Tensor], logprobs: Tensor, aggregate: str, beta: float
+) -> Tensor:
     """-J with Python loops, token by token."""
     trajectory_means, every = [], []
     for i in range(len(logprobs)):
@@ -140,7 +142,9 @@ def test_the_clip_has_a_low_and_a_high_side(
     ratio: float, advantage: float, objective: float, clipped: bool
 ) -> None:
     values = torch.tensor([ratio]), torch.tensor([advantage])
-    assert float(clipped_objective(*values, clip_low=LOW, clip_high=HIGH)) == pytest.approx(objective)
+    assert float(clipped_objective(*values, clip_low=LOW, clip_high=HIGH)) == pytest.approx(
+        objective
+    )
     assert bool(is_clipped(*values, clip_low=LOW, clip_high=HIGH)) is clipped
 
 
@@ -158,8 +162,10 @@ def test_on_policy_the_mismatch_is_zero_and_every_sample_counts() -> None:
     logprobs = torch.linspace(-4, -0.1, 50)
     assert mismatch_kl(logprobs, logprobs) == 0.0
     assert effective_sample_share(logprobs, logprobs) == pytest.approx(1.0)
-    assert (mismatch_kl(torch.zeros(0), torch.zeros(0)), effective_sample_share(
-        torch.zeros(0), torch.zeros(0))) == (0.0, 1.0)
+    assert (
+        mismatch_kl(torch.zeros(0), torch.zeros(0)),
+        effective_sample_share(torch.zeros(0), torch.zeros(0)),
+    ) == (0.0, 1.0)
 
 
 def test_the_effective_sample_size_is_that_of_the_weights_and_does_not_overflow() -> None:

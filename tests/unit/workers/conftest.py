@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ class Tiny:
 
     def fresh(self, seed: int, *, dtype: torch.dtype = torch.float32) -> Any:
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(self.config()).eval().requires_grad_(False)
+        model: Any = Qwen2ForCausalLM(self.config())  # type: ignore[no-untyped-call]
+        model.eval().requires_grad_(False)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() > 1:
@@ -63,10 +65,9 @@ class Tiny:
             tensors[name] = (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), memoryview(content))
         return tensors
 
-    def sampler(self, **options: Any) -> Sampler:
-        """A sampler over a model of its own, with eos 2, and nothing loaded."""
-        options = {"eos_ids": [2], "sequences_max": 64} | options
-        return Sampler(self.fresh(99), **options)
+    def sampler(self, *, eos_ids: Sequence[int] = (2,), sequences_max: int = 64) -> Sampler:
+        """A sampler over a model of its own, with nothing loaded."""
+        return Sampler(self.fresh(99), eos_ids=eos_ids, sequences_max=sequences_max)
 
     def logprobs(
         self, seed: int, token_ids: list[int], *, temperature: float = 1.0

@@ -163,34 +163,35 @@ class Sampler:
         self.steps += 1
 
     def _admit(self) -> None:
-        """Prefill as many waiting prompts as fit and sample the first token of each."""
+        """Prefill as many waiting prompts as fit and sample the first token of each. A
+        prompt that several of them share (a group's) is computed once."""
         new: list[_Row] = []
+        prompts: dict[tuple[int, ...], int] = {}
         longest = 0
         while self._waiting and len(self._rows) + len(new) < self._sequences_max:
-            longer = max(longest, len(self._waiting[0].request.token_ids))
-            if new and longer * (len(new) + 1) > FORWARD_TOKENS_MAX:
+            prompt = tuple(self._waiting[0].request.token_ids)
+            longer = max(longest, len(prompt))
+            if new and longer * (len(prompts) + (prompt not in prompts)) > FORWARD_TOKENS_MAX:
                 break
             longest = longer
+            prompts.setdefault(prompt, len(prompts))
             new.append(self._waiting.popleft())
         if not new:
             return
-        ids_BL = torch.zeros(len(new), longest, dtype=torch.int64)
-        mask_BL = torch.zeros_like(ids_BL)
-        for i, row in enumerate(new):
-            prompt = torch.as_tensor(np.asarray(row.request.token_ids, np.int64))
-            ids_BL[i, longest - len(prompt) :] = prompt
-            mask_BL[i, longest - len(prompt) :] = 1
-        ids_BL, mask_BL = ids_BL.to(self._device), mask_BL.to(self._device)
-        positions_BL = (mask_BL.cumsum(1) - 1).clamp(min=0)
+        ids_BL, mask_BL = _left_padded(list(prompts), longest, self._device)
         cache = DynamicCache()
+        positions_BL = (mask_BL.cumsum(1) - 1).clamp(min=0)
         logits_BV = self._forward(ids_BL, mask_BL, positions_BL, cache)
         if not all(type(layer) is DynamicLayer for layer in cache.layers):
             raise EngineError(
                 f"{type(self.model).__name__} keeps a state that is no plain KV cache; this "
                 "engine samples from attention-only models"
             )
-        self._take_tokens(new, logits_BV)
-        self._join(new, cache, mask_BL)
+        prompt_of = [prompts[tuple(row.request.token_ids)] for row in new]
+        index_B = torch.tensor(prompt_of, device=self._device)
+        cache.batch_select_indices(index_B)
+        self._take_tokens(new, logits_BV[index_B])
+        self._join(new, cache, mask_BL[index_B])
         self._drop_finished()
 
     def _forward(
@@ -298,10 +299,13 @@ class Sampler:
             dtype, shape, _ = tensors[name]
             wanted = DTYPE_NAMES[parameters[name].dtype], tuple(parameters[name].shape)
             if (dtype, tuple(shape)) != wanted:
-                problems.append(f"{name} is {dtype} {tuple(shape)}, the model has {wanted}")
+                problems.append(
+                    f"{name} is {dtype} {tuple(shape)}, the model has {wanted[0]} {wanted[1]}"
+                )
         if problems:
             raise EngineError(
-                f"the version does not fit {type(self.model).__name__}: {'; '.join(problems[:5])}"
+                f"the version does not fit {type(self.model).__name__}: {_some(problems)}; is "
+                "model.dtype the same at the publisher and here, and the model too?"
             )
 
     @torch.inference_mode()
@@ -329,6 +333,18 @@ def untied_state(model: Any) -> dict[str, torch.Tensor]:
         seen.add(place)
         state[name] = tensor
     return state
+
+
+def _left_padded(
+    prompts: list[tuple[int, ...]], length: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids [B, length] with zeros before each prompt, and the mask of what counts."""
+    ids = np.zeros((len(prompts), length), np.int64)
+    mask = np.zeros_like(ids)
+    for i, prompt in enumerate(prompts):
+        ids[i, length - len(prompt) :] = prompt
+        mask[i, length - len(prompt) :] = 1
+    return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
 
 
 def _join_layers(old: torch.Tensor, new: torch.Tensor, pad_new: int) -> torch.Tensor:
