@@ -50,11 +50,11 @@ def train(parts: Parts, session: Session, stop: StopSignal) -> bool:
         if error.finished:
             parts.save_final()
         raise
-    if not loop.finished:
+    if loop.is_recorded:
         parts.save_checkpoint(session, loop.step)
+    if not loop.finished:
         session.close(f"stopped by {stop.requested}", finished=False)
         return False
-    parts.save_checkpoint(session, loop.step)
     parts.save_final()
     session.close("all steps are done", finished=True)
     return True
@@ -108,12 +108,12 @@ class Loop:
         checked = parts.check.check(batch) if parts.check.is_due(step) else CheckResult()
         trained_at = time.perf_counter()
         train_s, wait_s = trained_at - received, received - asked
-        session.complete(step, train_s=train_s, wait_s=wait_s, mismatch=checked.by_worker)
-        parts.count(granted.groups)
-        self.step = step + 1
-        is_last = granted.last or self.step >= parts.config.learner.steps
-
-        publish_s = self.publish_if_due(final=is_last)
+        with self.stop.patient(parts.config.heartbeat.gone_s):
+            session.complete(step, train_s=train_s, wait_s=wait_s, mismatch=checked.by_worker)
+            parts.count(granted.groups)
+            self.step = step + 1
+            is_last = granted.last or self.step >= parts.config.learner.steps
+            publish_s = self.publish_if_due(final=is_last)
         interrupted = self.evaluate(final=is_last)
         line = metrics_line(
             batch,

@@ -59,5 +59,6 @@ def run(parts: Parts, session: Session, stop: StopSignal, *, again: str) -> int:
     if finished:
         print(f"finished; the final weights are in {parts.run_dir / 'final'}")
     else:
-        print(f"stopped by {stop.requested} after a checkpoint; go on with: {again}")
+        kept = "no checkpoint yet" if parts.saved_step is None else f"step {parts.saved_step}"
+        print(f"stopped by {stop.requested}, newest checkpoint: {kept}; go on with: {again}")
     return 0

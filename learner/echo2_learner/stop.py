@@ -1,7 +1,9 @@
 """SIGINT and SIGTERM: finish the step, write a checkpoint, leave.
 
 While the learner computes, a signal is only noted. While it waits for others
-(`interruptible`), the signal ends the wait at once. A second SIGINT ends the process.
+(`interruptible`), the signal ends the wait at once; while a step is put on record
+(`patient`), only when that takes long: the coordinator may be gone. A second SIGINT ends the
+process.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ class StopSignal:
         self.requested = ""
         """Name of the first signal, "" while there was none."""
         self._waiting = False
+        self._patience_s: float | None = None
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopSignal:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._received)
+        self._previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._patience_ended)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -47,10 +51,28 @@ class StopSignal:
         finally:
             self._waiting = False
 
+    @contextmanager
+    def patient(self, patience_s: float) -> Iterator[None]:
+        """A wait that ends with StopRequested so many seconds after a signal."""
+        self._patience_s = patience_s
+        if self.requested:
+            signal.setitimer(signal.ITIMER_REAL, patience_s)
+        try:
+            yield
+        finally:
+            self._patience_s = None
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _patience_ended(self, number: int, frame: FrameType | None) -> None:
+        if self._patience_s is not None:
+            raise StopRequested(self.requested)
+
     def _received(self, number: int, frame: FrameType | None) -> None:
         again = bool(self.requested)
         self.requested = self.requested or signal.Signals(number).name
         if again and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if self._patience_s is not None and not again:
+            signal.setitimer(signal.ITIMER_REAL, self._patience_s)
         if self._waiting and not again:
             raise StopRequested(self.requested)

@@ -3,11 +3,11 @@
     python -m echo2_learner.warm_start --out DIR --seed 0
 
 Supervised, from a random initialisation, on two-digit addition ("<bos>ab+cd=", a sum of three
-digits, "<eos>") and on digit reversal ("<bos>0123=", "3210", "<eos>"). The reversals are
-right; the sums are those of a pupil who forgets most carries. He knows only the pairs that
-make ten by heart; any other carry he forgets with probability FORGETS. So the model's
-likeliest answer is right for about 0.40 of all sums, and the right answer is never far: what
-reinforcement learning needs, and what it mends.
+digits, "<eos>") and on digit reversal ("<bos>0123=", "3210", "<eos>"). It learns to add, and
+then from a careless pupil who forgets most carries: he knows only the pairs that make ten by
+heart, any other carry he forgets with probability FORGETS. So the model's likeliest answer
+is right for about 0.40 of all sums, and the right answer is never far: what reinforcement
+learning needs, and what it mends.
 
 Sums of the eval split of `Addition` are never trained on. Weights are rounded to bfloat16, and
 it is these that are tested. One thread and one seed, so that a run can be repeated; another
@@ -45,9 +45,10 @@ TARGET: Final = (0.38, 0.43)
 """Greedy accuracy on all held-out sums, and on the first ones, which an eval asks."""
 FIRST_TASKS: Final = 256
 
-STEPS: Final = 700
-ADDITIONS: Final = 90
-REVERSALS: Final = 38
+STEPS_RIGHT: Final = 700
+STEPS_CARELESS: Final = 200
+ADDITIONS: Final = 64
+REVERSALS: Final = 16
 """Both of one batch."""
 LEARNING_RATE: Final = 1e-3
 WARMUP_STEPS: Final = 50
@@ -99,7 +100,7 @@ def additions(environment: Addition, split: Split, start: int, count: int) -> li
     return [(task["prompt"], task["answer"]) for task in tasks]
 
 
-def pupil_answer(prompt: str, rng: random.Random) -> str:
+def careless_answer(prompt: str, rng: random.Random) -> str:
     """What the pupil writes for "ab+cd="."""
     a, b = int(prompt[:2]), int(prompt[3:5])
     units = a % 10 + b % 10
@@ -153,10 +154,11 @@ def warm_start(seed: int) -> PreTrainedModel:
     model, average, tested = make_model(), make_model(), make_model()
     average.load_state_dict(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
-    for step in range(1, STEPS + 1):
+    for step in range(1, STEPS_RIGHT + STEPS_CARELESS + 1):
         sums = additions(environment, "train", (step - 1) * ADDITIONS, ADDITIONS)
-        pairs = [(prompt, pupil_answer(prompt, rng)) for prompt, _ in sums]
-        loss = answer_loss(model, pairs + [reversal(rng) for _ in range(REVERSALS)])
+        if step > STEPS_RIGHT:
+            sums = [(prompt, careless_answer(prompt, rng)) for prompt, _ in sums]
+        loss = answer_loss(model, sums + [reversal(rng) for _ in range(REVERSALS)])
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, step / WARMUP_STEPS)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]

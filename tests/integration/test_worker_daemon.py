@@ -47,7 +47,7 @@ from echo2.types import GroupId, LeaseId, PeerId, Sampling, Task, Version
 from echo2.weights.origin import Origin
 from echo2.weights.store import write_assets, write_version
 
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 M = TypeVar("M", bound=Message)
 
 

@@ -26,14 +26,13 @@ import uvloop
 from echo2.config import Config, load_config
 from echo2.core import worker_events as events
 from echo2.core.worker import WorkerState
-from echo2.errors import ConfigError, Echo2Error, EngineError, RemoteProtocolError, WeightsError
+from echo2.errors import ConfigError, Echo2Error, EngineError, RemoteProtocolError
 from echo2.logs import setup_logging
 from echo2.messages import Message
 from echo2.net.sockets import close_context, make_context
 from echo2.net.tasks import Backoff, LoopLag, OwnedTasks
-from echo2.weights.fetch import Fetcher
-from echo2.weights.store import ChunkStore, StoredVersion, read_assets
 from echo2_workers.canary import tolerance_of
+from echo2_workers.downloads import Downloads
 from echo2_workers.engine_process import EngineHandle, InstallOrder
 from echo2_workers.environment import BUILTIN, add_import_paths, environment_version
 from echo2_workers.environment_pool import describe_environment
@@ -115,11 +114,13 @@ class WorkerDaemon:
             on_lost=lambda reason: self._post(events.ConnectionLost(reason)),
         )
         self._connecting: asyncio.Task[None] | None = None
-        self._store = ChunkStore(identity.folder / "store", config.worker.store_bytes_max)
-        self._fetcher = Fetcher(self._context, self._store, keys=identity.keys, name=identity.name)
-        self._fetches: dict[str, asyncio.Task[None]] = {}
-        self._stored: dict[str, StoredVersion] = {}
-        self._assets: Path | None = None
+        self._downloads = Downloads(
+            self._context,
+            identity,
+            bytes_max=config.worker.store_bytes_max,
+            timeout_s=config.worker.fetch_timeout_s,
+            post=self._post,
+        )
         self._engine: EngineHandle | None = None
         self._environments = make_environments(
             config,
@@ -153,6 +154,7 @@ class WorkerDaemon:
                 log.warning(event, reason=reason)
             self._tasks.start(self._lag.run(), name="lag")
             self._tasks.start(self._tick(), name="tick")
+            self._tasks.start(self._downloads.wait(), name="downloads")
             self._post(events.Started())
             ends: set[asyncio.Future[Any]] = {self._exit, crash}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -178,9 +180,7 @@ class WorkerDaemon:
             await asyncio.gather(self._connecting, return_exceptions=True)
         async with contextlib.AsyncExitStack() as stack:  # the last one first
             stack.push_async_callback(close_context, self._context)
-            for stored in self._stored.values():
-                stack.callback(stored.close)
-            stack.push_async_callback(self._fetcher.close)
+            stack.push_async_callback(self._downloads.close)
             if self._engine is not None:
                 stack.push_async_callback(self._engine.stop)
             stack.push_async_callback(self._environments.stop)
@@ -220,10 +220,8 @@ class WorkerDaemon:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            for manifest_digest, progress in self._fetcher.progress.items():
-                if progress.num_chunks:
-                    share = progress.num_have / progress.num_chunks
-                    self._post(events.FetchProgress(manifest_digest, share))
+            for progress in self._downloads.progress():
+                self._post(progress)
             tick = events.Tick(
                 lease_tokens=dict(self._groups.tokens),
                 tokens_per_s=self._groups.tokens_per_s(time.monotonic()),
@@ -240,17 +238,15 @@ class WorkerDaemon:
             case events.Reconnect(attempt):
                 self._reconnect(attempt)
             case events.Fetch():
-                self._begin_fetch(effect)
+                self._downloads.fetch(effect)
             case events.CancelFetch(manifest_digest):
-                fetch = self._fetches.get(manifest_digest)
-                if fetch is not None:
-                    fetch.cancel()
+                self._downloads.cancel(manifest_digest)
             case events.StartEngine():
                 self._own(self._start_engine(effect), "start_engine")
             case events.Install():
                 self._own(self._install(effect), "install")
             case events.Keep(manifest_digests):
-                self._keep(manifest_digests)
+                self._downloads.keep(manifest_digests)
             case events.StartGroup(granted):
                 self._groups.start(granted)
             case events.AbortGroup(lease, reason):
@@ -298,55 +294,18 @@ class WorkerDaemon:
                 self._post(events.ConnectionRestored())
                 return
 
-    def _begin_fetch(self, fetch: events.Fetch) -> None:
-        digest = fetch.manifest_digest
-        task = self._own(self._fetch(fetch, self._fetches.get(digest)), "fetch")
-        self._fetches[digest] = task
-
-        def ended(task: asyncio.Task[None]) -> None:
-            if self._fetches.get(digest) is task:
-                del self._fetches[digest]
-
-        task.add_done_callback(ended)
-
-    async def _fetch(self, fetch: events.Fetch, before: asyncio.Task[None] | None) -> None:
-        """`before` is an earlier one of the same manifest that was cancelled."""
-        if before is not None:
-            await asyncio.gather(before, return_exceptions=True)
-        digest = fetch.manifest_digest
-        began = time.monotonic()
-        try:
-            stored = await self._fetcher.fetch(
-                digest,
-                fetch.origin,
-                fetch.origin_key,
-                timeout_s=self._config.worker.fetch_timeout_s,
-            )
-            if fetch.version is None:
-                folder = self._identity.folder / "assets" / digest[:16]
-                await asyncio.to_thread(read_assets, stored, folder)
-                self._assets = folder
-        except WeightsError as error:
-            self._post(events.FetchFailed(digest, str(error)))
-            return
-        older = self._stored.pop(digest, None)
-        if older is not None:
-            older.close()
-        self._stored[digest] = stored
-        self._post(events.FetchDone(digest, time.monotonic() - began))
-
     async def _start_engine(self, start: events.StartEngine) -> None:
         if self._engine is not None:
             await self._engine.stop()
         try:
             if not self._environments_up:
-                await self._environments.start(start.settings, self._assets)
+                await self._environments.start(start.settings, self._downloads.assets)
                 self._environments_up = True
             self._engine = make_engine(
                 self._config,
                 on_died=lambda text: self._post(events.EngineDied(start.epoch, text)),
             )
-            await self._engine.start(self._assets)
+            await self._engine.start(self._downloads.assets)
         except ConfigError as error:
             self._post(events.StartFailed(str(error)))
         except EngineError as error:
@@ -359,7 +318,7 @@ class WorkerDaemon:
         order = InstallOrder(
             announced=announced,
             previous=install.previous,
-            folder=self._store.folder,
+            folder=self._downloads.folder,
             mode=self._config.worker.on_update,
             tolerance=tolerance_of(precision_of(self._config), self._config.worker.canary_max_diff),
         )
@@ -387,21 +346,6 @@ class WorkerDaemon:
                     canary_diff=installed.canary_diff,
                 )
             )
-
-    def _keep(self, manifest_digests: frozenset[str]) -> None:
-        """Close and remove what no install or rollback can need any more."""
-        unneeded = [digest for digest in self._stored if digest not in manifest_digests]
-        for digest in unneeded:
-            self._stored.pop(digest).close()
-        if unneeded:
-            self._own(self._remove(unneeded), "remove")
-
-    async def _remove(self, manifest_digests: list[str]) -> None:
-        for digest in manifest_digests:
-            try:
-                await asyncio.to_thread(self._store.remove, digest)
-            except WeightsError as error:  # the store evicts it when it needs the room
-                log.warning("version_not_removed", manifest_digest=digest, reason=str(error))
 
     def _live_engine(self) -> EngineHandle:
         if self._engine is None:

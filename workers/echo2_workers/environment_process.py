@@ -1,7 +1,7 @@
 """One environment process after the other, and what happens when the code in it misbehaves.
 
-Guilt is read from the process's marker (`echo2_workers.marker`). When it names nobody, all
-groups are played again, each at most RESTARTS_MAX times.
+Guilt is read from the process's marker (`echo2_workers.marker`): the guilty group fails, the
+others are played again. When it names nobody, all are, each at most RESTARTS_MAX times.
 
     spawn -> load -> (run, cancel, generate, ping ...) -> ended, hanging or silent -> spawn
 """
@@ -231,14 +231,14 @@ class EnvironmentSlot:
             elif group.number == guilty:
                 del self.groups[group.number]
                 group.fail(EnvironmentError_(text))
-            elif group.restarts >= RESTARTS_MAX:
+            elif not guilty and group.restarts >= RESTARTS_MAX:
                 del self.groups[group.number]
                 times = group.restarts + 1
                 group.fail(
                     EnvironmentError_(f"its process ended {times} times under it; now: {text}")
                 )
             else:
-                group.restarts += 1
+                group.restarts += not guilty
 
     def _give_up(self, text: str) -> None:
         self._fatal = ConfigError(text)

@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             outcome = simulation.run()
         except Exception as error:
-            print("\n".join(simulation.trace))
+            print(simulation.last_events())
             print(f"{type(error).__name__}: {error}")
             print(f"again: {command_of(options.scenario, seed)}")
             if not isinstance(error, AssertionError):

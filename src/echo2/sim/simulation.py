@@ -62,7 +62,7 @@ class Simulation:
         self.core = CoordinatorState(scenario.settings)
         self.invariants = Invariants(scenario.settings)
         self.outcome = Outcome()
-        self.trace: deque[str] = deque(maxlen=TRACE_LENGTH)
+        self.trace: deque[tuple[float, Event | Emit | str]] = deque(maxlen=TRACE_LENGTH)
         self.disk = Disk()
         self.learner: SimLearner | None = None
         self.processes: dict[PeerId, SimWorker | SimLearner] = {}
@@ -235,7 +235,7 @@ class Simulation:
         self.outcome.num_events += 1
         now = self.timeline.now + self.clock_offset_s
         if not _is_routine(event):
-            self.trace.append(f"{self.timeline.now:9.3f} {_short(event)}")
+            self.trace.append((self.timeline.now, event))
         try:
             effects = self.core.handle(event, now)
         except RemoteProtocolError as error:
@@ -288,11 +288,23 @@ class Simulation:
             outcome.returned += 1
             outcome.ends["trained"] -= 1
         else:
-            self.trace.append(f"{self.timeline.now:9.3f}   -> {effect.event} {fields}")
+            self.trace.append((self.timeline.now, effect))
+
+    def last_events(self) -> str:
+        """What happened just before, one line each."""
+        return "\n".join(_line(now, what) for now, what in self.trace)
 
     def note(self, text: str) -> None:
         """A line in the trace that a violation prints."""
-        self.trace.append(f"{self.timeline.now:9.3f} ** {text}")
+        self.trace.append((self.timeline.now, text))
+
+
+def _line(now: float, what: Event | Emit | str) -> str:
+    if isinstance(what, str):
+        return f"{now:9.3f} ** {what}"
+    if isinstance(what, Emit):
+        return f"{now:9.3f}    -> {what.event} {what.fields}"
+    return f"{now:9.3f} {_short(what)}"
 
 
 def _is_routine(event: Event) -> bool:

@@ -99,12 +99,17 @@ class VersionFiles(Check):
         num_bytes = 0
         for path in _manifests(folder):
             num_bytes += self._stored(path)
-        copies = 0
+        copies = unfinished = 0
         for worker in sorted((self.run_dir / "workers").glob("*/")):
             for path in _manifests(worker):
+                if not path.with_suffix(".bin").is_file():
+                    unfinished += 1  # a fetch that was cut short, to be resumed
+                    continue
                 num_bytes += self._stored(path)
                 copies += 1
         self.promise.facts["copies at workers"] = copies
+        if unfinished:
+            self.promise.facts["unfinished copies"] = unfinished
         self.promise.facts["MB"] = round(num_bytes / 1e6, 1)
         self._newest_is_there(folder)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -270,6 +271,23 @@ def test_a_signal_ends_a_wait_at_once(
     assert session.closed[1] is False
     assert bench.checkpoints == checkpoint
     assert not [name for name, _ in session.calls if name == "complete"][3:]
+
+
+def test_a_coordinator_that_is_gone_does_not_hold_a_learner_that_is_told_to_stop(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never_answers(name: str, step: int) -> None:
+        if (name, step) == ("complete", 3):
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait(60)
+
+    session = bench(on_call=never_answers, tables={"heartbeat": {"gone_s": 0.05}})
+    assert session.code == 0
+    assert session.closed == ("stopped by SIGTERM", False)
+    # The step is on record nowhere, so it is in no checkpoint.
+    assert bench.checkpoints == ["step-00000002-i1"]
+    assert [line["step"] for line in bench.lines] == [1, 2, 3]
+    assert "newest checkpoint: step 2" in capsys.readouterr().out
 
 
 def test_a_signal_during_the_last_eval_still_records_the_step(bench: Bench) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -117,6 +118,26 @@ def test_one_wrong_byte_in_a_stored_version_is_found(run: ARun, tmp_path: Path) 
     report = verify_run(folder)
     assert broken(report) == {"version_files"}
     assert "chunk 1 does not have the digest" in report["version_files"].violations[0].text
+
+
+def test_a_workers_copies_are_checked_and_may_be_unfinished(run: ARun, tmp_path: Path) -> None:
+    folder = run.write(tmp_path / "run")
+    store = folder / "workers" / "w1" / "store"
+    copytree(folder / "versions", store)
+    first, second = sorted(store.glob("*.bin"))[:2]
+    first.rename(first.with_suffix(".partial"))
+    report = verify_run(folder)
+    assert broken(report) == set(), report.to_text()
+    assert report["version_files"].facts["copies at workers"] == 8
+    assert report["version_files"].facts["unfinished copies"] == 1
+    second.write_bytes(second.read_bytes()[:-1])
+    assert broken(verify_run(folder)) == {"version_files"}
+
+
+def test_a_published_version_without_its_bytes_is_found(run: ARun, tmp_path: Path) -> None:
+    folder = run.write(tmp_path / "run")
+    sorted((folder / "versions").glob("*.bin"))[0].unlink()
+    assert broken(verify_run(folder)) == {"version_files"}
 
 
 def test_a_manifest_under_another_name_is_found(run: ARun, tmp_path: Path) -> None:
