@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import shutil
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,10 +21,8 @@ from pathlib import Path
 
 import numpy as np
 from my_environment import NearSum
-from safetensors.numpy import save_file
 
 import echo2
-from echo2.config import config_to_toml
 from echo2.logs import setup_logging
 from echo2.weights.safetensors_file import read_safetensors_folder
 from echo2_workers.models import model_folder
@@ -46,8 +43,8 @@ async def main(config: echo2.Config, *, steps: int, run_dir: Path) -> None:
         await coordinator.submit([environment.task("train", index) for index in range(prompts)])
         await coordinator.end_of_tasks()
         learner = RandomSearch(read_weights(model))
-        # A folder: its tokenizer and model configuration go along as the run's assets.
-        await coordinator.publish(write_policy(learner.tried, run_dir / "policy", like=model))
+        # The model's folder gives the run's assets: tokenizer and model configuration.
+        await coordinator.publish(learner.tried, assets=model)
         while (batch := await coordinator.next_batch()) is not None:
             rewards = [t.reward for group in batch.groups for t in group.trajectories]
             kept = learner.learn(float(np.mean(rewards)))
@@ -82,13 +79,6 @@ class RandomSearch:
             for name, array in self.best.items()
         }
         return self.tried
-
-
-def write_policy(weights: Weights, folder: Path, *, like: Path) -> Path:
-    """A Hugging Face folder of `weights`, with the other files of `like`."""
-    shutil.copytree(like, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    save_file(weights, folder / "model.safetensors")
-    return folder
 
 
 def read_weights(folder: Path) -> Weights:
@@ -128,7 +118,4 @@ if __name__ == "__main__":
     options = parser.parse_args()
     settings = echo2.load_config(CONFIG)
     setup_logging("warning", "console")
-    options.run_dir.mkdir(parents=True, exist_ok=True)
-    resolved = options.run_dir / "config.resolved.toml"  # `echo2 verify` reads it
-    resolved.write_text(config_to_toml(settings), encoding="utf-8")
     asyncio.run(main(settings, steps=options.steps, run_dir=options.run_dir))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import zmq.asyncio
 
 from echo2.errors import LearnerError
 from echo2.learner_client import Batch, LearnerClient
@@ -35,6 +36,7 @@ DTYPES = {
     "int64": "I64",
     "int32": "I32",
     "uint8": "U8",
+    "bfloat16": "BF16",  # numpy has it with the package ml_dtypes
 }
 NOT_ASSETS = (".safetensors", ".bin", ".pt", ".gguf")
 
@@ -45,11 +47,12 @@ class EmbeddedLearner:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._tasks: dict[int, Task] = {}
-        self._num_submitted = 0
+        self._num_submitted = coordinator.next_task_index
         self._ended = False
+        self._finished = False
         self._client: LearnerClient | None = None
         self._origin: Origin | None = None
-        self._context = make_context()
+        self._context: zmq.asyncio.Context | None = None
         self._versions: dict[int, str] = {}
         self._incarnation = 0
         self._step = 0
@@ -64,9 +67,9 @@ class EmbeddedLearner:
         if self._ended:
             raise LearnerError("end_of_tasks was called; no task can follow")
         for task in tasks:
-            payload = task if isinstance(task, str) else task.payload
-            self._tasks[self._num_submitted] = Task(self._num_submitted, payload)
-            self._num_submitted += 1
+            made = Task(self._num_submitted, task) if isinstance(task, str) else task
+            self._tasks[made.index] = made
+            self._num_submitted = max(self._num_submitted, made.index + 1)
         self._more.set()
 
     async def end_of_tasks(self) -> None:
@@ -80,19 +83,22 @@ class EmbeddedLearner:
         ).result()
 
     async def _wait_for_tasks(self, start: int, count: int) -> tuple[list[Task], bool]:
-        while start >= self._num_submitted and not self._ended:
+        while start not in self._tasks and not self._ended:
             self._more.clear()
             await self._more.wait()
-        end = min(start + count, self._num_submitted)
-        return [self._tasks[i] for i in range(start, end)], self._ended and (
-            end == self._num_submitted
-        )
+        end = start
+        while end < start + count and end in self._tasks:
+            end += 1
+        exhausted = self._ended and end >= self._num_submitted
+        return [self._tasks[index] for index in range(start, end)], exhausted
 
     # ------------------------------------------------------------------------- steps
 
     async def next_batch(self) -> Batch | None:
         client = await self._seated()
-        return await client.next_batch(self._step)
+        batch = await client.next_batch(self._step)
+        self._finished = batch is None
+        return batch
 
     async def complete(self, batch: Batch) -> int:
         client = await self._seated()
@@ -103,13 +109,17 @@ class EmbeddedLearner:
             self._tasks.pop(group.task.index, None)
         return self._step
 
-    async def publish(self, snapshot: Path | str | Tensors) -> Version:
+    async def publish(
+        self, snapshot: Path | str | Tensors, *, assets: Path | str | None = None
+    ) -> Version:
         client = await self._seated()
         origin = await self._origin_started()
         folder = self._coordinator.run_dir / "versions"
         version = Version(self._incarnation, self._step)
-        if isinstance(snapshot, str | Path) and not self._assets_digest:
-            self._assets_digest = await asyncio.to_thread(_write_assets, folder, Path(snapshot))
+        if assets is None and isinstance(snapshot, str | Path) and not self._assets_digest:
+            assets = snapshot
+        if assets is not None:
+            self._assets_digest = await asyncio.to_thread(_write_assets, folder, Path(assets))
         manifest = await asyncio.to_thread(_write_snapshot, folder, snapshot, version)
         keep_from = await client.publish(
             VersionPublished(
@@ -134,11 +144,16 @@ class EmbeddedLearner:
     async def stop(self) -> None:
         self._ended = True
         self._more.set()
-        if self._client is not None:
-            await self._client.close("the embedding program ends", finished=False)
-        if self._origin is not None:
-            await self._origin.stop()
-        await close_context(self._context)
+        client, self._client = self._client, None
+        if client is not None:
+            text = "all tasks are used up" if self._finished else "the embedding program ends"
+            await client.close(text, finished=self._finished)
+        origin, self._origin = self._origin, None
+        if origin is not None:
+            await origin.stop()
+        context, self._context = self._context, None
+        if context is not None:
+            await close_context(context)
 
     # ----------------------------------------------------------------------- helpers
 
@@ -155,6 +170,7 @@ class EmbeddedLearner:
     async def _origin_started(self) -> Origin:
         if self._origin is None:
             (self._coordinator.run_dir / "versions").mkdir(exist_ok=True)
+            self._context = make_context()
             origin = Origin(self._context, self._coordinator.config, self._coordinator.run_dir)
             await origin.start()
             self._coordinator.own(origin.wait(), name="origin")

@@ -28,7 +28,7 @@ from typing import Any, Final
 
 import structlog
 
-from echo2.config import Config
+from echo2.config import Config, config_to_toml
 from echo2.core.coordinator import CoordinatorState
 from echo2.core.effects import DeliverGroup, Effect, Emit, Finish, Persist, Send
 from echo2.core.events import Event, Persisted, Received, StopRequested, Tick
@@ -145,6 +145,7 @@ class Coordinator:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        await self._embedded.stop()
         if self._finish is None:
             self.stop("the coordinator is closed")
         await self._exit.aclose()
@@ -155,6 +156,10 @@ class Coordinator:
         restored = restore(self.run_dir / "events.jsonl")
         self.run_id = self._known_run_id()
         self._core = CoordinatorState(settings_of(self.config, self.run_id), restored)
+        resolved = self.run_dir / "config.resolved.toml"
+        if not resolved.exists():
+            write_whole(resolved, config_to_toml(self.config).encode())
+            resolved.chmod(0o600)  # it may hold a token
         self._log = EventsLog(self.run_dir / "events.jsonl")
         self._log.open()
         self._exit.callback(self._log.close)
@@ -264,6 +269,11 @@ class Coordinator:
         self.feed(StopRequested(reason))
 
     @property
+    def next_task_index(self) -> int:
+        """The position in the stream of tasks."""
+        return self._core.state.stream.next_index
+
+    @property
     def finish(self) -> Finish | None:
         """How it ended, once it did."""
         return self._finish
@@ -271,7 +281,8 @@ class Coordinator:
     # -------------------------------------------------------------------- embedding
 
     async def submit(self, tasks: list[Task] | list[str]) -> None:
-        """Prompts in: they follow those submitted before. A str is a task's payload."""
+        """Prompts in. A str is a task's payload and follows those submitted before; a Task
+        keeps its index (to submit again what a former run of the folder left open)."""
         await self._embedded.submit(tasks)
 
     async def end_of_tasks(self) -> None:
@@ -286,9 +297,15 @@ class Coordinator:
         """The step is done. Returns v, which is batch.step + 1, durable."""
         return await self._embedded.complete(batch)
 
-    async def publish(self, snapshot: Path | str | Tensors) -> Version:
-        """Publish tensors (name -> array) or a safetensors folder as version v."""
-        return await self._embedded.publish(snapshot)
+    async def publish(
+        self, snapshot: Path | str | Tensors, *, assets: Path | str | None = None
+    ) -> Version:
+        """Publish tensors (name -> array) or a safetensors folder as version v.
+
+        `assets`: a folder with the tokenizer and the model's configuration, which workers
+        need before the first version; the snapshot's own folder by default.
+        """
+        return await self._embedded.publish(snapshot, assets=assets)
 
     # ------------------------------------------------------------------------ status
 

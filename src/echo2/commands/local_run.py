@@ -103,8 +103,9 @@ class LocalRun:
                 except Echo2Error as error:
                     self._failure = str(error)
                 await self._end_in_order()
-                self._refresh()
                 poll.cancel()
+                self._view.status = {**self._view.status, "waits": [], "learner": None}
+                self._refresh()
         finally:
             await self._kill_all()
         self._take_events()

@@ -125,9 +125,7 @@ class Dispatcher:
             and self._free(worker) > 0
             and not self._about_to_install(worker)
         ]
-        workers.sort(
-            key=lambda w: (-(w.installed or Version(0, 0)).step, w.latency_s.mean, w.peer)
-        )
+        workers.sort(key=lambda w: (-(w.installed or Version(0, 0)).step, w.latency_s.mean, w.peer))
         others = len(workers) > 1
         while workers and room > 0 and book.queue:
             again = []

@@ -19,8 +19,8 @@ from echo2.messages import (
     Goodbye,
     GroupResult,
     Heartbeat,
-    LeaseFailed,
     LearnerHello,
+    LeaseFailed,
     Message,
     StepCompleted,
     TasksSubmitted,
@@ -247,9 +247,7 @@ class FaultInjector:
                 origin="",
                 origin_key="",
             ),
-            CheckpointSaved(
-                incarnation=incarnation, step=state.step + 3, kept=(state.step + 3,)
-            ),
+            CheckpointSaved(incarnation=incarnation, step=state.step + 3, kept=(state.step + 3,)),
             EvalRequest(
                 incarnation=incarnation,
                 eval_id="wrong",

@@ -95,7 +95,7 @@ class SimLearner:
         self._granted: BatchGranted | None = None
         self._groups: set[GroupId] = set()
         self._published: int | None = None
-        self._eval: EvalRequest | None = None
+        self._newest: VersionPublished | None = None
         self._asked_at = 0.0
         self._heard_at = 0.0
         self._sequence = 0
@@ -176,7 +176,9 @@ class SimLearner:
         )
 
     def _welcome(self, welcome: LearnerWelcome) -> None:
-        if self.incarnation:
+        if self.incarnation:  # the coordinator may have been started again
+            if self._newest is not None and self._request is not self._newest:
+                self._send(self._newest)
             return
         self.incarnation, self.step = welcome.incarnation, welcome.step
         self._beat_s = welcome.heartbeat_interval_s
@@ -259,26 +261,26 @@ class SimLearner:
     def _version_durable(self, version: Version) -> None:
         if not isinstance(self._request, VersionPublished) or self._request.version != version:
             return
-        self._request, self._published = None, version.step
+        self._newest, self._request, self._published = self._request, None, version.step
         every = self.model.eval_every
         if every and (version.step % every == 0 or version.step >= self.steps):
-            self._eval = EvalRequest(
+            request = EvalRequest(
                 incarnation=self.incarnation,
                 eval_id=f"e{version}",
                 version=version,
                 tasks=tuple(Task(10**6 + i, "{}") for i in range(self.model.eval_tasks)),
                 sampling=Sampling(),
             )
-            self._send(self._eval)
             if version.step >= self.steps:
-                self._request = self._eval
+                self._ask(request)
                 return
+            self._send(request)
         self._next()
 
     def _eval_done(self, result: EvalResult) -> None:
-        if self._request is not None and self._request is self._eval:
-            if result.eval_id == self._request.eval_id:
-                self._next()
+        asked = self._request
+        if isinstance(asked, EvalRequest) and asked.eval_id == result.eval_id:
+            self._next()
 
     def _next(self) -> None:
         if self.step >= self.steps:
@@ -334,9 +336,7 @@ class SimLearner:
         if step % self.model.checkpoint_every == 0 or step >= self.steps:
             self.disk.kept = [*self.disk.kept, step][-self.model.checkpoints_kept :]
             self._send(
-                CheckpointSaved(
-                    incarnation=self.incarnation, step=step, kept=tuple(self.disk.kept)
-                )
+                CheckpointSaved(incarnation=self.incarnation, step=step, kept=tuple(self.disk.kept))
             )
         self._publish()
 

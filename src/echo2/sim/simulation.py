@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
@@ -56,9 +56,7 @@ class Simulation:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.timeline = Timeline()
-        self.network = Network(
-            self.timeline, Random(f"network {scenario.seed}"), scenario.network
-        )
+        self.network = Network(self.timeline, Random(f"network {scenario.seed}"), scenario.network)
         self.core = CoordinatorState(scenario.settings)
         self.invariants = Invariants(scenario.settings)
         self.outcome = Outcome()
@@ -199,9 +197,10 @@ class Simulation:
                 log.write(line.event, line.fields)
             log.close()
             restored = restore(log.path)
-        self.core = CoordinatorState(self.scenario.settings, restored)
-        self.invariants.coordinator_restarted()
         self._epoch += 1
+        settings = replace(self.scenario.settings, life=str(self._epoch))
+        self.core = CoordinatorState(settings, restored)
+        self.invariants.coordinator_restarted()
         self._persisting.clear()
 
     # ----------------------------------------------------------------------- the network

@@ -302,9 +302,7 @@ class SimWorker:
         if model.latency_cv > 0:
             shape = 1.0 / model.latency_cv**2
             duration_s = self.rng.gammavariate(shape, model.latency_s / shape)
-        self.running[lease] = Running(
-            granted, self.timeline.now, duration_s, [(self.installed, 0)]
-        )
+        self.running[lease] = Running(granted, self.timeline.now, duration_s, [(self.installed, 0)])
         self.timeline.after(duration_s, self._done, lease)
 
     def _problem(

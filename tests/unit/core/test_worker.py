@@ -897,3 +897,12 @@ def test_a_message_that_is_not_for_workers_is_our_own_error() -> None:
 def test_every_phase_but_the_last_can_end() -> None:
     for phase, following in TRANSITIONS.items():
         assert (WorkerPhase.STOPPED in following) == (phase is not WorkerPhase.STOPPED)
+
+
+def test_a_node_that_generates_nothing_joins_and_fetches_nothing() -> None:
+    worker = Worker(engine="none", needs_weights=False, takes_leases=False).welcomed()
+    worker.on(announced(V[0]))
+    assert worker.none(events.Fetch)
+    assert worker.none(events.StartEngine)
+    worker.tick(1.0)
+    assert worker.sent(messages.Heartbeat)[0].state == "syncing"
