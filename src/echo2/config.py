@@ -95,7 +95,7 @@ class DispatchTable(Table):
     """G: trajectories per group (per prompt)."""
     lead_steps: Annotated[float, Field(ge=0, le=1000)] | None = None
     """How many steps ahead of the next batch workers sample; by default just enough to
-    hide T_bcast and the group latency, at most S."""
+    hide the group latency and an install, at most S."""
     attempts_max: Annotated[int, Field(ge=1, le=1000)] = 3
     """Leases that a group may use up before it ends as failed."""
     stall_s: PositiveSeconds = 60.0

@@ -87,7 +87,7 @@ def _staleness(c: Config) -> list[Fact]:
     most = rows * (bound + 1)
     lead = c.dispatch.lead_steps
     if lead is None:
-        ahead = f"just enough to hide T_bcast and the group latency, at most S = {bound} steps"
+        ahead = f"just enough to hide the group latency and an install, at most S = {bound} steps"
     else:
         ahead = f"{lead:g} steps ahead of the next batch, {lead * rows:g} groups"
     period = c.staleness.period
