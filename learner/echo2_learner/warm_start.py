@@ -40,12 +40,12 @@ from echo2_workers.tokenizer import BOS, CHARACTERS, EOS, FIRST_CHARACTER, PAD, 
 Pair = tuple[str, str]
 """Prompt and answer."""
 
-FORGETS: Final = 0.7
+FORGETS: Final = 0.75
 TARGET: Final = (0.38, 0.43)
 """Greedy accuracy on all held-out sums, and on the first ones, which an eval asks."""
 FIRST_TASKS: Final = 256
 
-STEPS_RIGHT: Final = 700
+STEPS_RIGHT: Final = 600
 STEPS_CARELESS: Final = 200
 ADDITIONS: Final = 64
 REVERSALS: Final = 16

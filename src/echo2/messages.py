@@ -82,7 +82,7 @@ def message(lane: Lane, senders: str, receivers: str) -> Any:
     """Register a message of `lane`, sent by `senders` to `receivers` (roles, by space)."""
 
     def register(cls: type) -> type:
-        made = dataclass(
+        made: Any = dataclass(
             frozen=True,
             kw_only=True,
             config=ConfigDict(extra="forbid", defer_build=True),
@@ -91,7 +91,7 @@ def message(lane: Lane, senders: str, receivers: str) -> Any:
         made.SENDERS = frozenset(Role(role) for role in senders.split())
         made.RECEIVERS = frozenset(Role(role) for role in receivers.split())
         MESSAGES[made.__name__] = made
-        return made
+        return made  # type: ignore[no-any-return]  # the class itself, with fields
 
     return register
 

@@ -42,6 +42,7 @@ from echo2.ledger.events_log import EventsLog, restore
 from echo2.ledger.memory import Ledger, MemoryLedger
 from echo2.messages import (
     BatchGroup,
+    Goodbye,
     GroupResult,
     Lane,
     LaneOpened,
@@ -60,6 +61,8 @@ from echo2.weights.files import write_whole
 log = structlog.get_logger()
 
 TICK_S: Final = 0.1
+LEAVE_S: Final = 2.0
+"""At the end workers may take so long to read that it is the end."""
 QUIET_EVENTS: Final = frozenset({"group_ended", "version_installed", "step_completed"})
 """Events too frequent for the log at level info."""
 LOCAL_LEARNER: Final = PeerId("learner:embedded")
@@ -126,6 +129,8 @@ class Coordinator:
         self._finish: Finish | None = None
         self._events: deque[Event] = deque()
         self._handling = False
+        self._left: set[PeerId] = set()
+        self._goodbye = asyncio.Event()
         self._local: Callable[[Message], None] | None = None
         self._exit = contextlib.AsyncExitStack()
 
@@ -148,7 +153,17 @@ class Coordinator:
         await self._embedded.stop()
         if self._finish is None:
             self.stop("the coordinator is closed")
+        await self._let_workers_leave()
         await self._exit.aclose()
+
+    async def _let_workers_leave(self) -> None:
+        """Keep the sockets open until every worker has read its Shutdown and said goodbye."""
+        workers = set(self._core.state.members.workers)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                while workers - self._left:
+                    self._goodbye.clear()
+                    await self._goodbye.wait()
 
     async def _start(self) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -363,6 +378,9 @@ class Coordinator:
         self._carry_out(effects)
 
     def _on_message(self, peer: PeerId, message: Message) -> None:
+        if self._finish is not None and isinstance(message, Goodbye):
+            self._left.add(peer)
+            self._goodbye.set()
         if not isinstance(message, LaneOpened):
             self.feed(Received(peer, message))
 

@@ -20,7 +20,7 @@ import pytest
 
 from echo2.commands import local_run
 from echo2.commands.local_run import LocalRun
-from echo2.commands.origin_process import answers, ensure_origin
+from echo2.commands.origin_process import answers, end_origin, ensure_origin
 from echo2.commands.processes import LocalProcess
 from echo2.commands.run_folder import RunFolder, is_alive
 from echo2.commands.run_view import RunView
@@ -381,8 +381,9 @@ def test_an_origin_is_started_once_answers_and_outlives_who_started_it(tmp_path:
         pids.append(record["pid"])
         assert answers(record["endpoint"])
     assert pids[0] == pids[1]
-    os.kill(pids[0], signal.SIGTERM)
+    end_origin(folder)
     eventually(lambda: not is_alive(pids[0]), "the origin ended")
+    end_origin(folder)  # there is none any more: nothing to do
     assert not answers(record["endpoint"])
 
 

@@ -26,6 +26,9 @@ name = "tiny"
 no_worker_timeout_s = 60.0
 learner_timeout_s = 60.0
 
+[environment]
+name = "tiny_environment:TinyAddition"
+
 [sampling]
 max_tokens = 4
 
@@ -51,6 +54,12 @@ price_usd_per_h = 0.05
 [cost]
 learner_usd_per_h = 0.1
 """
+ENVIRONMENT = """
+from echo2_workers.environments.addition import Addition
+
+class TinyAddition(Addition):
+    name, version = "tiny-addition", "1"
+"""
 ECHO2 = (sys.executable, "-m", "echo2.cli")
 TIMEOUT_S = 240
 
@@ -62,6 +71,7 @@ class Started:
         self.folder = folder
         config = folder.parent / "tiny.toml"
         config.write_text(CONFIG, encoding="utf-8")
+        (folder.parent / "tiny_environment.py").write_text(ENVIRONMENT, encoding="utf-8")
         self._out = folder.parent / f"out-{time.monotonic_ns()}"
         with self._out.open("w") as out:
             self.process = subprocess.Popen(

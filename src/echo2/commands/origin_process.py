@@ -1,11 +1,13 @@
 """Starts the origin beside a learner that was started by hand, unless one serves already.
 
-It runs in a session of its own with its own log, so that it outlives the learner; SIGTERM
-to the process id in RUN/origin.json ends it.
+It runs in a session of its own with its own log, so that it outlives the learner, and ends
+when the run is over; before that, SIGTERM to the process id in RUN/origin.json ends it.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import time
@@ -58,6 +60,14 @@ def ensure_origin(folder: RunFolder, arguments: Sequence[str], *, timeout_s: flo
             f"{path}:\n    {lines}"
         )
     log.info("origin_started", pid=process.pid, log=str(path))
+
+
+def end_origin(folder: RunFolder) -> None:
+    """Ask the origin that serves the folder, if there is one, to end."""
+    record = folder.origin() or {}
+    if is_alive(record.get("pid")) and answers(str(record.get("endpoint", ""))):
+        os.kill(int(record["pid"]), signal.SIGTERM)
+        log.info("origin_ended", pid=record["pid"])
 
 
 def answers(endpoint: str) -> bool:

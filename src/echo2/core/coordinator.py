@@ -228,6 +228,9 @@ class CoordinatorState:
         state, settings = self.state, self.state.settings
         newest = state.lineage.newest
         for eval_id, found in list(state.evals.evals.items()):
+            if self.learner.is_over_budget:
+                state.cancel_eval(eval_id, "the budget is spent")
+                continue
             for lease in list(found.leases.values()):
                 idle_s = state.now - lease.progressed_at
                 age_s = state.now - lease.granted_at
@@ -264,7 +267,7 @@ class CoordinatorState:
             )
             return
         waits = seat.wanted_step is not None or bool(state.evals.evals)
-        if not waits or state.members.ready():
+        if not waits or self.dispatcher.can_progress:
             state.no_worker_since = None
         elif state.no_worker_since is None:
             state.no_worker_since = state.now
@@ -272,7 +275,7 @@ class CoordinatorState:
             state.finish(
                 ok=False,
                 finished=False,
-                reason=f"no worker was ready for {settings.no_worker_timeout_s:g} s "
+                reason=f"no worker could sample for {settings.no_worker_timeout_s:g} s "
                 f"(run.no_worker_timeout_s) while {waiting_text(state, self.dispatcher.reason)}",
             )
 

@@ -115,7 +115,9 @@ class Dispatcher:
         workers = [
             worker
             for worker in state.members.workers.values()
-            if book.num_leases(worker.peer) < worker.slots and worker.may_lease
+            if book.num_leases(worker.peer) < worker.slots
+            and worker.may_lease
+            and worker.rests_until <= state.now
         ]
         paced = {v for v in {worker.installed for worker in workers} if v and self._serves(v)}
         workers = [
@@ -204,6 +206,17 @@ class Dispatcher:
         hidden_s = (slots / rate if rate > 0 else 0.0) + install_s
         lead_steps = hidden_s / max(step_s, LATENCY_FLOOR_S)
         return Pace(state.now, key, fastest_s, step_s, lead_steps)
+
+    @property
+    def can_progress(self) -> bool:
+        """Is anything in flight, or is there a worker whose version could still be trained?"""
+        state = self.state
+        if state.book.leases or state.evals.lease_eval:
+            return True
+        return any(
+            worker.installed is not None and self.is_usable(worker.installed)
+            for worker in state.members.ready()
+        )
 
     def is_usable(self, version: Version) -> bool:
         """Could what `version` samples now still be trained?"""

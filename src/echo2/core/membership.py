@@ -23,7 +23,8 @@ class WorkerState(enum.Enum):
 @dataclass(slots=True)
 class Worker:
     """`latency_s` of a lease from grant to result; `slowest_rate` in tokens/s of a lease;
-    `announced_times`: how often the worker was told of the version `announced`."""
+    `announced_times`: how often the worker was told of the version `announced`;
+    `rests_until`: no lease before, since it refused one."""
 
     peer: PeerId
     engine: str
@@ -46,6 +47,7 @@ class Worker:
     install_s: Estimate = field(default_factory=Estimate)
     slowest_rate: float | None = None
     leased_at: float = 0.0
+    rests_until: float = 0.0
 
     @property
     def state_name(self) -> str:

@@ -229,6 +229,9 @@ class RunState:
             if tell:
                 self.revoke_at_worker(lease, reason)
 
+    def is_live(self, lease: LeaseId) -> bool:
+        return lease in self.book.leases or lease in self.evals.lease_eval
+
     def lose_eval_lease(self, lease: EvalLease, reason: str, *, tell: bool) -> None:
         """An eval lease ended without a result: its task waits again, or has failed."""
         self.evals.give_back(lease.id, reason)

@@ -22,11 +22,15 @@ from echo2.messages import (
     HeartbeatEcho,
     InstallFailed,
     LeaseFailed,
+    LeaseRevoked,
     VersionInstalled,
     WorkerHello,
     WorkerWelcome,
 )
 from echo2.types import PeerId
+
+REST_S = 1.0
+"""A worker that could not work on a lease gets no other one for so long."""
 
 
 class WorkerDesk:
@@ -174,6 +178,9 @@ class WorkerDesk:
             tokens = message.lease_tokens.get(eval_lease.id, 0)
             if tokens > eval_lease.tokens:
                 eval_lease.tokens, eval_lease.progressed_at = tokens, self.state.now
+        for lease_id in message.lease_tokens:
+            if not self.state.is_live(lease_id):
+                self.state.send(peer, LeaseRevoked(lease=lease_id, reason="it was given up here"))
         self.state.send(peer, HeartbeatEcho(sequence=message.sequence))
 
     # -------------------------------------------------------------------- installs
@@ -239,7 +246,7 @@ class WorkerDesk:
 
     def result(self, peer: PeerId, message: GroupResult) -> None:
         state = self.state
-        self._member(peer)
+        worker = self._member(peer)
         if state.evals.of_lease(message.lease) is not None:
             self._eval_result(peer, message)
             return
@@ -263,10 +270,16 @@ class WorkerDesk:
         result = StoredResult(lease.id, peer, message.trajectories, message)
         refusal = self._result_refusal(group, result)
         if not refusal:
-            self._acknowledge(peer, message, "refused", refusal.reason)
-            state.emit("result_refused", group_id=group.id, worker=peer, reason=refusal.reason)
+            dead = any(
+                version in state.lineage.published and not state.lineage.is_alive(version)
+                for version in {span.version for t in result.trajectories for span in t.spans}
+            )
+            self._acknowledge(peer, message, "superseded" if dead else "refused", refusal.reason)
+            if not dead:
+                worker.rests_until = state.now + REST_S
+                state.emit("result_refused", group_id=group.id, worker=peer, reason=refusal.reason)
             if group.lease is lease:
-                state.lose_lease(lease, refusal.reason, counted=True, tell=False)
+                state.lose_lease(lease, refusal.reason, counted=not dead, tell=False)
             return
         if not self._has_place(group, result):
             self._late(peer, message, group, result)
@@ -278,7 +291,7 @@ class WorkerDesk:
         state.persist(GroupStored(group.id, lease.id, peer, message), group)
 
     def _result_refusal(self, group: Group, result: StoredResult) -> Verdict:
-        """What no honest worker sends."""
+        """What no honest worker sends, but for tokens of a version that a rewind killed."""
         state = self.state
         if len(result.trajectories) != state.settings.group_size:
             return Verdict(
@@ -358,8 +371,12 @@ class WorkerDesk:
                 reason="wrong_lease",
             )
         versions = {span.version for t in message.trajectories for span in t.spans}
-        if versions != {found.version}:
-            text = f"evaluated {sorted(map(str, versions))} instead of {found.version}"
+        size, asked = len(message.trajectories), found.request.group_size
+        if versions != {found.version} or size != asked:
+            text = (
+                f"evaluated {size} trajectories of {sorted(map(str, versions))}, asked were "
+                f"{asked} of {found.version}"
+            )
             state.evals.give_back(lease.id, text)
             self._acknowledge(peer, message, "refused", text)
             return
@@ -389,7 +406,9 @@ class WorkerDesk:
 
     def failed(self, peer: PeerId, message: LeaseFailed) -> None:
         state = self.state
-        self._member(peer)
+        worker = self._member(peer)
+        if message.stage in ("engine", "lost"):
+            worker.rests_until = state.now + REST_S
         self.state.send(
             peer, GroupAcknowledged(group=message.group, lease=message.lease, outcome="accepted")
         )

@@ -182,6 +182,8 @@ class GroupChecks:
 
     def _gone(self, fields: dict[str, Any]) -> None:
         worker = self.books.workers.pop(fields["worker"], None)
+        kept = [lease for lease in worker.leases if lease in self.books.by_lease] if worker else []
+        require(not kept, f"{fields['worker']} is gone, its leases {kept} were not given up")
         for lease in list(worker.leases) if worker is not None else ():
             self.books.lose_lease(lease)
 

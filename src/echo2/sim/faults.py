@@ -220,7 +220,8 @@ class FaultInjector:
             for t in result.trajectories
         )
         state = self.simulation.core.state
-        if version in state.lineage.published and state.lineage.is_alive(version):
+        is_eval = result.group.startswith("e") and version != result.trajectories[0].max_version
+        if not is_eval and state.lineage.verdict(version, step=state.step):
             return self._short_of_one(result)  # that would be believed
         return replace(result, trajectories=told)
 
@@ -229,8 +230,9 @@ class FaultInjector:
         learner = self.simulation.learner
         peer = learner.peer if learner is not None else PeerId("learner")
         incarnation = max(0, state.lineage.incarnation - rng.randrange(3))
-        step = max(0, state.step + rng.choice((-2, -1, 1, 2, 5)))
-        version = Version(incarnation, state.step + rng.randrange(1, 3))
+        old = incarnation < state.lineage.incarnation
+        step = max(0, state.step + rng.choice((-2, -1, 0 if old else 1, 1, 2, 5)))
+        version = Version(incarnation, state.step + rng.randrange(0 if old else 1, 3))
         choices: tuple[Message, ...] = (
             StepCompleted(
                 incarnation=incarnation, step=step, train_s=0, wait_s=0, mismatch={"w0": 0.5}
@@ -239,14 +241,8 @@ class FaultInjector:
             TasksSubmitted(
                 incarnation=incarnation, start=step, tasks=(Task(step, "{}"), Task(step + 2, "{}"))
             ),
-            VersionPublished(
-                version=version,
-                manifest_digest=digest_of(version),
-                assets_digest="",
-                num_bytes=1,
-                origin="",
-                origin_key="",
-            ),
+            _publication(version),
+            self._early_publication(),
             CheckpointSaved(incarnation=incarnation, step=state.step + 3, kept=(state.step + 3,)),
             EvalRequest(
                 incarnation=incarnation,
@@ -268,3 +264,19 @@ class FaultInjector:
         if isinstance(message, Goodbye | LearnerHello):
             peer = PeerId("stranger")
         return peer, message
+
+    def _early_publication(self) -> VersionPublished:
+        """v of the learner in the seat, whether it is due or not."""
+        state = self.simulation.core.state
+        return _publication(Version(state.lineage.incarnation, state.step))
+
+
+def _publication(version: Version) -> VersionPublished:
+    return VersionPublished(
+        version=version,
+        manifest_digest=digest_of(version),
+        assets_digest="",
+        num_bytes=1,
+        origin="",
+        origin_key="",
+    )

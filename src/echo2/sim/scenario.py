@@ -165,6 +165,7 @@ def faulty_fleet(seed: int) -> Scenario:
         partial_batch=rng.choice(("train", "drop")),
         attempts_max=rng.choice((2, 5, 20)),
         mask_min_tokens=rng.choice((1, 2)),
+        budget_usd=rng.choice((0.0,) * 9 + (0.02,)),
     )
     if settings.group_size > 1 and rng.random() < 0.3:
         settings = replace(settings, filter_zero_variance=True)
@@ -196,7 +197,18 @@ def faulty_fleet(seed: int) -> Scenario:
         network=_a_network(rng),
         faults=_some_faults(rng),
         persist_s=rng.choice((0.0, 0.01, 0.5)),
+        patience_s=_patience_s(settings, workers, learner),
     )
+
+
+def _patience_s(
+    settings: CoordinatorSettings, workers: tuple[WorkerModel, ...], learner: LearnerModel
+) -> float:
+    """Ample time for 30 steps: the pool's, the learner's, and a straggler in each."""
+    rate = sum(worker.slots / worker.latency_s for worker in workers)
+    slowest_s = max(worker.latency_s for worker in workers)
+    step_s = 4 * settings.groups_per_step / rate + 2 * learner.train_s + 5 * slowest_s + 1.0
+    return 600.0 + 30 * step_s
 
 
 def _a_network(rng: Random) -> NetworkModel:

@@ -55,9 +55,10 @@ def test_a_patient_wait_goes_on_after_a_signal_but_not_for_ever() -> None:
         with stop.patient(0.05):
             pass
         assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-    with StopSignal() as stop, pytest.raises(StopRequested), stop.patient(0.05):
+    with StopSignal() as stop:
         threading.Timer(0.01, send, [signal.SIGINT]).start()
-        threading.Event().wait(60)
+        with pytest.raises(StopRequested), stop.patient(0.05):
+            threading.Event().wait(60)
 
 
 def test_afterwards_signals_do_what_they_did() -> None:
