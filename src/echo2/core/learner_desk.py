@@ -387,7 +387,7 @@ class LearnerDesk:
                 "any more; start the learner again with --resume",
             )
             return
-        if seat.batch is None or seat.batch.step != message.step:
+        if seat.batch is None or seat.batch.step != message.step or not seat.batch.groups:
             raise RemoteProtocolError(
                 f"step {message.step} was completed without its batch, v is {state.step}",
                 reason="wrong_order",

@@ -135,8 +135,10 @@ class RunState:
 
     @property
     def next_step(self) -> int:
-        """f: the version at which the next batch will be trained."""
-        return self.step + 1 if self.seat.batch is not None else self.step
+        """f: the version at which the next batch will be trained. An empty last batch is
+        not trained."""
+        batch = self.seat.batch
+        return self.step + 1 if batch is not None and batch.groups else self.step
 
     def is_admissible(self, group: Group, step: int) -> bool:
         """Has the group enough inside the window to be trained at version `step`?"""

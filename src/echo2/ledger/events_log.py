@@ -103,6 +103,8 @@ def restore(path: Path) -> Restored | None:
                 ended[index] = (line["end"], -1 if trained_at is None else trained_at)
             case "group_returned":
                 ended.pop(index_of(GroupId(line["group_id"])), None)
+            case "lease_revoked" | "lease_failed":
+                highest = max(highest, index_of(GroupId(line["group_id"])))
             case "learner_joined":
                 starts.append((line["incarnation"], line["resume_step"]))
                 step = line["resume_step"]

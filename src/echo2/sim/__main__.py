@@ -3,6 +3,8 @@
     python -m echo2.sim faulty --seed 7             a small fleet on which much breaks
     python -m echo2.sim faulty --seed 0 --count 200 two hundred of them
     python -m echo2.sim fleet --seed 1              200 workers, nothing breaks
+    python -m echo2.sim rewinding --seed 3          learners crash, one after the other
+    python -m echo2.sim silent --seed 3             workers come back with late results
 
 Exit status 1 at the first broken promise, with the last events and the command that plays
 it again.

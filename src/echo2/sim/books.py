@@ -32,7 +32,8 @@ HELD = frozenset({Place.LEASED, Place.STORING, Place.BUFFERED})
 @dataclass(slots=True)
 class Track:
     """One group. `lease`: the live one, or that of the result; `expiry` of what it is held
-    for; `end` and `trained_at` of the end that stands."""
+    for; `end` and `trained_at` of the end that stands. `begun`: it must end before a run
+    does; after a restart of the coordinator only if an event of it was `recorded`."""
 
     place: Place = Place.QUEUED
     lease: LeaseId | None = None
@@ -44,6 +45,7 @@ class Track:
     end: str = ""
     trained_at: int | None = None
     begun: bool = False
+    recorded: bool = False
 
     @property
     def min_version(self) -> Version:
@@ -109,7 +111,7 @@ class Books:
     @property
     def next_step(self) -> int:
         """f: the version at which the next batch is trained."""
-        return self.step if self.batch is None else self.step + 1
+        return self.step + 1 if self.batch is not None and self.batch[1] else self.step
 
     def is_alive(self, version: Version) -> bool:
         return version.incarnation <= self.incarnation and all(
@@ -210,8 +212,8 @@ class Books:
         """The coordinator was started again: what had not ended is known by no one."""
         for track in self.tracks.values():
             if track.place is not Place.ENDED:
-                track.trajectories, track.record_id, track.lease = (), None, None
-                self.move(track, Place.QUEUED)
+                self.requeue(track)
+                track.begun = track.recorded
         self.batch = None
         self.by_lease.clear()
         self.lease_worker.clear()

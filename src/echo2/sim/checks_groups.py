@@ -37,8 +37,8 @@ class GroupChecks:
         }
         self.emits: dict[str, Callable[[dict[str, Any]], None]] = {
             "group_ended": self._ended,
-            "lease_revoked": lambda fields: self.books.lose_lease(fields["lease"]),
-            "lease_failed": lambda fields: self.books.lose_lease(fields["lease"]),
+            "lease_revoked": self._lease_lost,
+            "lease_failed": self._lease_lost,
             "worker_gone": self._gone,
         }
 
@@ -179,6 +179,10 @@ class GroupChecks:
             worker.leases == set(welcome.alive),
             f"{peer} may go on with {welcome.alive}, its leases are {sorted(worker.leases)}",
         )
+
+    def _lease_lost(self, fields: dict[str, Any]) -> None:
+        self.books.track(fields["group_id"]).recorded = True
+        self.books.lose_lease(fields["lease"])
 
     def _gone(self, fields: dict[str, Any]) -> None:
         worker = self.books.workers.pop(fields["worker"], None)

@@ -157,14 +157,12 @@ class LearnerChecks:
             f"{group} was returned, its end {track.end} at {track.trained_at} survives",
         )
         track.end, track.trained_at = "", None
+        track.begun = track.recorded = True
         self.moment.returned.add(group)
         if fields["to"] == "queue":
             books.requeue(track)
             return
-        require(
-            books.are_alive(track.versions) and track.expiry >= books.step,
-            f"{group} was returned to the buffer at {books.step} with tokens of {track.versions}",
-        )
+        check_window(self.moment, group, track, books.step)
         books.move(track, Place.BUFFERED)
 
     def _published(self, fields: dict[str, Any]) -> None:

@@ -219,9 +219,10 @@ class FaultInjector:
             replace(t, spans=tuple(Span(version, s.start, s.end) for s in t.spans))
             for t in result.trajectories
         )
-        state = self.simulation.core.state
+        books = self.simulation.invariants.books
         is_eval = result.group.startswith("e") and version != result.trajectories[0].max_version
-        if not is_eval and state.lineage.verdict(version, step=state.step):
+        exists = version in books.published and version.step <= books.step
+        if exists and books.is_alive(version) and not is_eval:
             return self._short_of_one(result)  # that would be believed
         return replace(result, trajectories=told)
 

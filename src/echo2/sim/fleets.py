@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 from typing import Final
 
-from echo2.sim.scenario import LearnerModel, Scenario, a_run, calm_fleet, faulty_fleet
+from echo2.sim.scenario import (
+    Faults,
+    LearnerModel,
+    Scenario,
+    WorkerModel,
+    a_run,
+    calm_fleet,
+    faulty_fleet,
+)
 
 
 def big_fleet(seed: int) -> Scenario:
@@ -28,7 +37,63 @@ def big_fleet(seed: int) -> Scenario:
     )
 
 
+def silent_fleet(seed: int) -> Scenario:
+    """Workers fall silent for longer than they are waited for, and come back with results."""
+    rng = Random(f"silent {seed}")
+    workers = tuple(
+        WorkerModel(slots=2, latency_s=rng.choice((2.0, 6.0)), latency_cv=0.5) for _ in range(5)
+    )
+    settings = a_run(
+        seed,
+        staleness_max=rng.choice((3, 4)),
+        groups_per_step=2,
+        lead_steps=4.0,
+        attempts_max=20,
+        gone_s=8.0,
+    )
+    return Scenario(
+        seed=seed,
+        settings=settings,
+        steps=40,
+        workers=workers,
+        learner=LearnerModel(train_s=rng.choice((2.0, 5.0))),
+        faults=Faults(until_s=200.0, worker_silence_s=4.0),
+    )
+
+
+def rewinding_fleet(seed: int) -> Scenario:
+    """Learners crash after few steps and resume from any checkpoint that is kept."""
+    rng = Random(f"rewinding {seed}")
+    staleness_max = rng.choice((0, 1, 3))
+    workers = tuple(
+        WorkerModel(slots=rng.choice((1, 2)), latency_s=2.0, latency_cv=0.5) for _ in range(2)
+    )
+    learner = LearnerModel(
+        train_s=0.5,
+        checkpoint_every=2,
+        checkpoints_kept=rng.choice((1, 3)),
+        num_tasks=rng.choice((None, 60)),
+        rest_s=2.0,
+        resumes_any_checkpoint=True,
+    )
+    return Scenario(
+        seed=seed,
+        settings=a_run(
+            seed, staleness_max=staleness_max, groups_per_step=rng.choice((2, 6)), attempts_max=20
+        ),
+        steps=rng.randint(4, 10),
+        workers=workers,
+        learner=learner,
+        faults=Faults(
+            until_s=150.0, learner_crash_s=12.0, learner_stop_s=60.0, records_reordered=True
+        ),
+        persist_s=0.3,
+    )
+
+
 SCENARIOS: Final[dict[str, Callable[[int], Scenario]]] = {
     "faulty": faulty_fleet,
     "fleet": big_fleet,
+    "rewinding": rewinding_fleet,
+    "silent": silent_fleet,
 }

@@ -99,6 +99,8 @@ class SimLearner:
         self._asked_at = 0.0
         self._heard_at = 0.0
         self._sequence = 0
+        self._joining = False
+        self._announce_again = False
         self._beat_s = 1.0
         self._silence_max_s = 15.0
         self._resume_step = 0
@@ -176,9 +178,10 @@ class SimLearner:
         )
 
     def _welcome(self, welcome: LearnerWelcome) -> None:
+        self._joining = False
         if self.incarnation:  # the coordinator may have been started again
-            if self._newest is not None and self._request is not self._newest:
-                self._send(self._newest)
+            self._announce_again = self._newest is not None
+            self._retry_announcement()
             return
         self.incarnation, self.step = welcome.incarnation, welcome.step
         self._beat_s = welcome.heartbeat_interval_s
@@ -188,7 +191,8 @@ class SimLearner:
     def _refused(self, refused: Refused) -> None:
         if refused.fatal:
             self._end(f"refused: {refused.reason}: {refused.text}")
-        elif refused.reason == "unknown_peer" and self.incarnation:
+        elif refused.reason == "unknown_peer" and self.incarnation and not self._joining:
+            self._joining = True
             self._send(self._hello())
 
     def _beat(self) -> None:
@@ -196,8 +200,8 @@ class SimLearner:
             return
         now = self.timeline.now
         if self.incarnation:
-            if now - self._heard_at > self._silence_max_s:
-                self._heard_at = now
+            self._joining |= now - self._heard_at > self._silence_max_s
+            if self._joining:
                 self._send(self._hello())
             self._sequence += 1
             self._send(
@@ -212,7 +216,12 @@ class SimLearner:
             return
         if self._request is not None:
             self._send(self._request)
+        self._retry_announcement()
         self.timeline.after(self.model.retry_s, self._retry)
+
+    def _retry_announcement(self) -> None:
+        if self._announce_again and self._newest is not None:
+            self._send(self._newest)
 
     def _ask(self, request: Message) -> None:
         self._request = request
@@ -259,6 +268,7 @@ class SimLearner:
         )
 
     def _version_durable(self, version: Version) -> None:
+        self._announce_again &= self._newest is not None and self._newest.version != version
         if not isinstance(self._request, VersionPublished) or self._request.version != version:
             return
         self._newest, self._request, self._published = self._request, None, version.step

@@ -1,0 +1,266 @@
+"""Faults planted in the coordinator's core: each a small change of one line or a few.
+
+The simulation must find every one of them, or its checks are weaker than they look.
+`old` must occur exactly once in `file`, so that a mutant cannot rot unnoticed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`file` is inside echo2/core."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+MUTANTS = (
+    Mutant(
+        "the window is one step wider",
+        "staleness.py",
+        "    return sampled_step + staleness_max\n",
+        "    return sampled_step + staleness_max + 1\n",
+    ),
+    Mutant(
+        "pacing allows one batch more",
+        "staleness.py",
+        "room = groups_per_step * (expiry - next_step + 1)",
+        "room = groups_per_step * (expiry - next_step + 2)",
+    ),
+    Mutant(
+        "pacing looks at the expiry of the new lease only",
+        "staleness.py",
+        "if expiry >= new_expiry and held > room:",
+        "if expiry == new_expiry and held > room:",
+    ),
+    Mutant(
+        "the hold lets one batch overtake",
+        "staleness.py",
+        "room = groups_per_step * max(0, expiry - train_step)",
+        "room = groups_per_step * max(0, expiry - train_step + 1)",
+    ),
+    Mutant(
+        "the hold is ignored",
+        "learner_desk.py",
+        'if settings.late == "wait" and not hold_verdict(',
+        'if settings.late == "never" and not hold_verdict(',
+    ),
+    Mutant(
+        "the period is one step shorter",
+        "staleness.py",
+        "if step - last_step < period and not final:",
+        "if step - last_step < period - 1 and not final:",
+    ),
+    Mutant(
+        "the fence is forgotten",
+        "learner_desk.py",
+        "        if incarnation < current:\n            state.send(peer, Fenced(",
+        "        if incarnation < 0:\n            state.send(peer, Fenced(",
+    ),
+    Mutant(
+        "batches take the latest expiry first",
+        "buffer.py",
+        "for expiry in sorted(self.buffered):",
+        "for expiry in sorted(self.buffered, reverse=True):",
+    ),
+    Mutant(
+        "a batch is one group too small",
+        "learner_desk.py",
+        "            if len(groups) == settings.groups_per_step:\n                break\n",
+        "            if len(groups) == max(1, settings.groups_per_step - 1):\n                break\n",
+    ),
+    Mutant(
+        "a result is acknowledged before it is durable",
+        "worker_desk.py",
+        "        state.persist(GroupStored(group.id, lease.id, peer, message), group)\n",
+        "        state.persist(GroupStored(group.id, lease.id, peer, message), group)\n"
+        '        self._acknowledge(peer, message, "accepted")\n',
+    ),
+    Mutant(
+        "a repeated result is settled while the first is being stored",
+        "worker_desk.py",
+        "if same and group.state is GroupState.STORING:",
+        "if same and group.state is GroupState.ENDED:",
+    ),
+    Mutant(
+        "what is being stored counts as buffered",
+        "buffer.py",
+        "_OUT = (GroupState.LEASED, GroupState.STORING)\n_HELD = (*_OUT, GroupState.BUFFERED)",
+        "_OUT = (GroupState.LEASED,)\n"
+        "_HELD = (GroupState.LEASED, GroupState.STORING, GroupState.BUFFERED)",
+    ),
+    Mutant(
+        "leases of a dead worker are kept",
+        "worker_desk.py",
+        "        for lease in state.book.leases_of(peer):\n"
+        '            state.lose_lease(lease, f"{peer} is gone: {reason}"',
+        "        for lease in state.book.leases_of(peer)[1:]:\n"
+        '            state.lose_lease(lease, f"{peer} is gone: {reason}"',
+    ),
+    Mutant(
+        "tokens of a dead version are admitted",
+        "lineage.py",
+        "        if not self.is_alive(version):\n            return Verdict(",
+        "        if version.incarnation < 0:\n            return Verdict(",
+    ),
+    Mutant(
+        "a dead version is leased",
+        "dispatch.py",
+        "        if not self.state.lineage.is_alive(version):\n"
+        '            self.reason = f"version',
+        "        if version.incarnation < 0:\n"
+        '            self.reason = f"version',
+    ),
+    Mutant(
+        "one step after the checkpoint survives",
+        "lineage.py",
+        "            version.step <= resume_step\n",
+        "            version.step <= resume_step + 1\n",
+    ),
+    Mutant(
+        "versions that were never published are admitted",
+        "lineage.py",
+        "        if version not in self.published:\n",
+        "        if version.step < 0:\n",
+    ),
+    Mutant(
+        "a late result enters without pacing",
+        "worker_desk.py",
+        "        if group.lease is not None and group.lease.id == result.lease:\n"
+        "            return True\n",
+        "        if group is not None:\n            return True\n",
+    ),
+    Mutant(
+        "a late result replaces one that is buffered or trained",
+        "worker_desk.py",
+        "        if group.state not in (GroupState.LEASED, GroupState.QUEUED):\n",
+        "        if group.state is GroupState.STORING:\n",
+    ),
+    Mutant(
+        "a rewind forgets the batch in training",
+        "learner_desk.py",
+        "        for group in batch.groups if batch is not None else []:\n",
+        "        for group in []:\n",
+    ),
+    Mutant(
+        "a rewind returns nothing",
+        "learner_desk.py",
+        "for entry in reversed(state.history.rewind(resume_step)):",
+        "for entry in state.history.rewind(resume_step)[:0]:",
+    ),
+    Mutant(
+        "a rewind returns groups, and keeps them to return them again",
+        "history.py",
+        "        self.trained = [entry for entry in self.trained if entry.step < resume_step]\n",
+        "",
+    ),
+    Mutant(
+        "what was trained at the oldest checkpoint is forgotten",
+        "history.py",
+        "if entry.step >= self.oldest_kept]",
+        "if entry.step > self.oldest_kept]",
+    ),
+    Mutant(
+        "buffered groups of dead versions stay",
+        "learner_desk.py",
+        "            if not self._is_alive(group):\n                state.book.requeue(group, dead)",
+        "            if group.result is None:\n                state.book.requeue(group, dead)",
+    ),
+    Mutant(
+        "an eval of another version is scored",
+        "worker_desk.py",
+        "if versions != {found.version} or size != asked:",
+        "if size != asked:",
+    ),
+    Mutant(
+        "a repeated eval is done again",
+        "learner_desk.py",
+        "if ended is not None and ended.incarnation == message.incarnation:",
+        "if ended is not None and ended.incarnation < 0:",
+    ),
+    Mutant(
+        "a completed step is acknowledged only once",
+        "learner_desk.py",
+        "        if message.step < state.step:\n            self._acknowledge_step(peer)\n",
+        "        if message.step < state.step:\n",
+    ),
+    Mutant(
+        "v moves before the step is durable",
+        "learner_desk.py",
+        "        seat.completing = state.persist(StepRecorded("
+        "message.incarnation, message.step, groups))\n",
+        "        record = StepRecorded(message.incarnation, message.step, groups)\n"
+        "        seat.completing = state.persist(record)\n"
+        "        self.step_durable(seat.completing, record)\n",
+    ),
+    Mutant(
+        "a version is announced before it is durable",
+        "learner_desk.py",
+        "        state.persist(VersionRecorded(message.version, message.manifest_digest), message)\n",
+        "        self.version_durable(message)\n",
+    ),
+    Mutant(
+        "a learner is welcomed before its takeover is durable",
+        "learner_desk.py",
+        "        state.persist(LearnerRecorded(incarnation, resume_step), peer)\n",
+        "        state.persist(LearnerRecorded(incarnation, resume_step), peer)\n"
+        "        self._welcome(peer)\n",
+    ),
+    Mutant(
+        "groups without variance count towards R",
+        "worker_desk.py",
+        "elif state.settings.filter_zero_variance and not result.has_reward_variance:",
+        "elif state.settings.filter_zero_variance and not result.trajectories:",
+    ),
+    Mutant(
+        "attempts are not counted",
+        "run_state.py",
+        "if counted and group.attempts >= self.settings.attempts_max:",
+        "if counted and group.attempts >= 10 * self.settings.attempts_max:",
+    ),
+    Mutant(
+        "a group ends twice when its batch expires",
+        "run_state.py",
+        "        self.ends[end] += 1\n",
+        '        self.ends[end] += 1\n        if end == "expired":\n'
+        '            self.emit("group_ended", group_id=group.id, end=end, reason=reason, '
+        "trained_at=None, attempts=0)\n",
+    ),
+    Mutant(
+        "masked tokens at the old edge do not count",
+        "group.py",
+        "            s.end - s.start for t in self.trajectories for s in t.spans "
+        "if s.version.step >= step\n",
+        "            s.end - s.start for t in self.trajectories for s in t.spans "
+        "if s.version.step > step\n",
+    ),
+    Mutant(
+        "groups that were begun stay open at the end",
+        "run_state.py",
+        "if group.begun or index_of(group.id) < self.first_new_index:",
+        "if group.attempts or group.result is not None:",
+    ),
+    Mutant(
+        "lost requests for tasks are not repeated",
+        "dispatch.py",
+        "        if state.now - self.tasks_asked_at > TASKS_PATIENCE_S:\n",
+        "        if state.now < 0:\n",
+    ),
+    Mutant(
+        "lost announcements are not repeated",
+        "coordinator.py",
+        "        state.announce_again()\n",
+        "",
+    ),
+    Mutant(
+        "a worker gets one eval more than it has slots",
+        "dispatch.py",
+        "for _ in range(worker.slots - leases):",
+        "for _ in range(worker.slots - leases + 1):",
+    ),
+)
