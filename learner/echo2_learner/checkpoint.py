@@ -107,7 +107,13 @@ class CheckpointStore:
         """FencedError when another learner owns the run folder now."""
         if self._incarnation is None:
             raise ValueError("claim the run folder first")
-        owner = json.loads(self._claim.read_text(encoding="utf-8"))
+        try:
+            owner = json.loads(self._claim.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise LearnerError(
+                f"{self._claim} cannot be read any more ({error}), so it is unknown which learner "
+                "owns the run folder; start this one again with --resume"
+            ) from error
         if owner != {"incarnation": self._incarnation, "pid": os.getpid()}:
             raise FencedError(
                 f"incarnation {owner['incarnation']} (pid {owner['pid']}) took over "
@@ -123,6 +129,11 @@ class CheckpointStore:
             except LearnerError as error:
                 log.warning("checkpoint_skipped", folder=str(folder), reason=str(error))
         return None
+
+    def complete_steps(self, step: int) -> list[int]:
+        """Steps of the complete ones up to `step`, ascending."""
+        steps = [_step(folder) for folder in self._folders() if _looks_complete(folder)]
+        return sorted({found for found in steps if found <= step})
 
     def exists(self) -> bool:
         """Whether there is any checkpoint, complete or not."""

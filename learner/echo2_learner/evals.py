@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 import structlog
 
@@ -24,13 +25,14 @@ class Evals:
         tasks: list[Task],
         table: EvalTable,
         *,
-        max_tokens: int,
+        sampling: Sampling,
         resume_step: int,
     ) -> None:
+        """`sampling` is that of training; evals have a temperature of their own."""
         self._session = session
         self._tasks = tasks
         self._table = table
-        self._sampling = Sampling(temperature=table.temperature, max_tokens=max_tokens)
+        self._sampling = replace(sampling, temperature=table.temperature)
         self._results: deque[EvalResult] = deque()
         self._last_step = resume_step if resume_step > 0 else None
 

@@ -35,7 +35,7 @@ def train(parts: Parts, session: Session, stop: StopSignal) -> bool:
         welcome = session.start(
             resume_step=parts.resume_step,
             digest=parts.resumed.digest if parts.resumed else "",
-            checkpoint_steps=[parts.resume_step] if parts.resumed else [],
+            checkpoint_steps=parts.checkpoints.complete_steps(parts.resume_step),
         )
     parts.begin(welcome)
     loop = Loop(parts, session, stop)
@@ -70,11 +70,12 @@ class Loop:
         self.step = parts.resume_step
         self.finished = False
         self.is_recorded = True
+        table = parts.config.eval
         self.evals = Evals(
             session,
-            parts.tasks.evals(parts.config.eval.num_tasks),
-            parts.config.eval,
-            max_tokens=parts.config.sampling.max_tokens,
+            parts.tasks.evals(table.num_tasks) if table.every_steps else [],
+            table,
+            sampling=parts.config.sampling.sampling(),
             resume_step=parts.resume_step,
         )
 
@@ -102,7 +103,7 @@ class Loop:
             self.end_of_data()
             return False
         session.say(f"trains step {step}")
-        batch = parts.read(granted)
+        batch = parts.read(granted, step)
         self.is_recorded = False
         trained = parts.trainer.step(batch)
         checked = parts.check.check(batch) if parts.check.is_due(step) else CheckResult()

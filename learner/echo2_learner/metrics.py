@@ -17,11 +17,14 @@ step before. All values are of the batch of this step, unless the list says othe
     tokens              in the loss; tokens_per_s is over waiting and training
     groups_expired, groups_failed, cost_usd     of the whole run so far
     eval_reward, eval_version, eval_num_done    of an eval that ended since the last line
+
+A value that is not finite is null.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,8 +51,9 @@ class MetricsFile:
             file.truncate(content.rfind(b"\n") + 1)
 
     def append(self, line: Mapping[str, Any]) -> None:
+        finite = {key: value if _is_finite(value) else None for key, value in line.items()}
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
+            file.write(json.dumps(finite, allow_nan=False) + "\n")
 
 
 def metrics_line(
@@ -116,3 +120,7 @@ def eval_fields(result: EvalResult | None) -> dict[str, Any]:
         "eval_num_done": result.num_done,
         "eval_num_asked": result.num_asked,
     }
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)

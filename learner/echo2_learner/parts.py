@@ -91,8 +91,13 @@ class Parts:
     def version(self, step: int) -> Version:
         return Version(self.incarnation, step)
 
-    def read(self, granted: GrantedBatch) -> TrainingBatch:
-        """Convert a batch; promise 1 is asserted here."""
+    def read(self, granted: GrantedBatch, step: int) -> TrainingBatch:
+        """Convert the batch to train at v = `step`; promise 1 is asserted here."""
+        if granted.step != step:
+            raise LearnerError(
+                f"the coordinator granted the batch of step {granted.step}, and v is {step}; "
+                "nothing was trained: start the learner again with --resume"
+            )
         return read_batch(
             granted,
             staleness_max=self.config.staleness.max,

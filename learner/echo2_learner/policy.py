@@ -137,7 +137,8 @@ class Policy:
         all_BTV = torch.log_softmax(logits_BTV, dim=-1)
         chosen_BT = all_BTV.gather(2, token_ids_BT[:, 1:, None])[..., 0]
         with torch.no_grad():
-            entropy_BT = -(all_BTV.exp() * all_BTV).sum(-1)
+            # entr is 0 at 0, also where a model rules a token out with a logit of -inf.
+            entropy_BT = torch.special.entr(all_BTV.exp()).sum(-1)
         return nn.functional.pad(chosen_BT, (1, 0)), nn.functional.pad(entropy_BT, (1, 0))
 
     def save(self, folder: Path) -> None:

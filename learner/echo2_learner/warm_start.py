@@ -189,6 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     nn.Module.to(model, torch.bfloat16)
     model.save_pretrained(options.out)
     make_tokenizer().save_pretrained(options.out)
+    for path in options.out.iterdir():
+        path.chmod(0o644)
 
 
 if __name__ == "__main__":

@@ -128,6 +128,7 @@ class LearnerClient:
         self._evals_done: list[EvalResult] = []
         self._ended: Echo2Error | None = None
         self._background: set[asyncio.Task[None]] = set()
+        self._submitting: set[int] = set()
         self.waiting = ""
         """What the last call waits for, in a sentence."""
 
@@ -302,7 +303,10 @@ class LearnerClient:
                     if not self._answer(result.eval_id, outcome):
                         self._evals_done.append(result)
                 case TasksNeeded(start, count):
-                    self._spawn(self._submit_tasks(start, count))
+                    # Asked again while the source still waits: it would take a thread more.
+                    if start not in self._submitting:
+                        self._submitting.add(start)
+                        self._spawn(self._submit_tasks(start, count))
                 case WaitingFor(text):
                     if text != self.waiting:
                         log.info("learner_waits", what=text)
@@ -317,7 +321,10 @@ class LearnerClient:
     async def _submit_tasks(self, start: int, count: int) -> None:
         """User code makes the tasks: off the event loop, and its failure ends the session."""
         assert self._client is not None
-        tasks, exhausted = await asyncio.to_thread(self._tasks, start, count)
+        try:
+            tasks, exhausted = await asyncio.to_thread(self._tasks, start, count)
+        finally:
+            self._submitting.discard(start)
         message = TasksSubmitted(
             incarnation=self._client.incarnation,
             start=start,

@@ -15,7 +15,7 @@ from dataclasses import dataclass as _stdlib_dataclass
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Final, Literal, get_args, get_origin, get_type_hints
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, FailFast, Field
 from pydantic.dataclasses import dataclass
 from typing_extensions import dataclass_transform
 
@@ -274,7 +274,9 @@ class GroupResult(Message):
     group: GroupName
     attempt: Annotated[int, Field(ge=1, le=1000)]
     trajectories: Annotated[
-        tuple[TrajectoryHeader, ...], Field(min_length=1, max_length=GROUP_SIZE_MAX)
+        tuple[TrajectoryHeader, ...],
+        Field(min_length=1, max_length=GROUP_SIZE_MAX),
+        FailFast(),
     ]
     generate_s: Seconds
     environment_s: Seconds
@@ -326,10 +328,12 @@ class Draining(Message):
 
 @message(_C, "worker learner", "coordinator")
 class Goodbye(Message):
-    """This peer leaves now. A learner says whether the run is `finished`."""
+    """This peer leaves now. A learner names its `incarnation` (0: none yet) and says whether
+    the run is `finished`; that of a fenced one counts for nothing."""
 
     reason: Text
     finished: bool = False
+    incarnation: Count = 0
 
 
 @message(_C, "coordinator", "worker learner")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Final, NewType
 
-from pydantic import Field
+from pydantic import FailFast, Field
 
 PeerId = NewType("PeerId", str)
 """Who a message came from: the name under which the allow-list holds its verified key."""
@@ -26,6 +26,8 @@ Count = Annotated[int, Field(strict=True, ge=0, le=2**53)]
 Position = Annotated[int, Field(strict=True, ge=-1, le=2**53)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Real = Annotated[float, Field(allow_inf_nan=False)]
+Reward = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
+"""So bounded that sums and squares of many stay finite."""
 Name = Annotated[str, Field(strict=True, min_length=1, max_length=128, pattern=r"^[\w.:@+-]+$")]
 Text = Annotated[str, Field(strict=True, max_length=2048)]
 Digest = Annotated[str, Field(strict=True, pattern=r"^[0-9a-f]{64}$")]
@@ -101,10 +103,10 @@ class TrajectoryHeader:
     length: Annotated[int, Field(strict=True, ge=1, le=TOKENS_MAX)]
     prompt_length: Annotated[int, Field(strict=True, ge=0, le=TOKENS_MAX)]
     num_sampled: Annotated[int, Field(strict=True, ge=0, le=TOKENS_MAX)]
-    reward: Real
+    reward: Reward
     finish: Annotated[str, Field(pattern=r"^(stop|length|abort|environment)$")]
     num_turns: Annotated[int, Field(strict=True, ge=0, le=100_000)]
-    spans: Annotated[tuple[Span, ...], Field(min_length=1, max_length=256)]
+    spans: Annotated[tuple[Span, ...], Field(min_length=1, max_length=256), FailFast()]
 
     @property
     def min_version(self) -> Version:

@@ -4,7 +4,7 @@ A message is a MessagePack header `[name, {field: value}]` and one raw frame for
 marked `Frame`, in the order of the class. `decode` checks, in this order and before the next
 step may cost anything: the number of frames, the size of the header, MessagePack within
 limits, the name, the lane, who may send and who may receive it, the number and sizes of the
-raw frames, and every field against its type. Whatever is wrong is a `RemoteProtocolError`
+raw frames, the fields' names and lengths, and every field against its type. Whatever is wrong is a `RemoteProtocolError`
 with one word as its `reason`; no input raises anything else.
 
 The only importer of msgpack. Left to others: who the peer is (`net.router`) and what a valid
@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
 
+import annotated_types
 import msgpack  # type: ignore[import-untyped]
 from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 from typing_extensions import Buffer
 
 from echo2.errors import LocalProtocolError, RemoteProtocolError
@@ -28,7 +30,11 @@ from echo2.messages import HEADER_MAX_BYTES, MESSAGES, Lane, Message, Role, fram
 FRAMES_MAX: Final = 1 + max(len(frame_fields(cls)) for cls in MESSAGES.values())
 """Most frames of any message, the header included."""
 
+MAP_ITEMS_MAX: Final = 65536
+"""Most entries of any map in a header; the largest is StepCompleted's `mismatch`."""
+
 _TEXT_MAX: Final = 300
+_PROBLEMS_READ_MAX: Final = 1000
 
 
 def encode(message: Message) -> list[bytes]:
@@ -78,6 +84,7 @@ def decode(
     codec = _codec_named(name)
     _check_route(codec.cls, lane=lane, sender=sender, receiver=receiver)
     _add_frames(fields, codec, frames)
+    _check_shape(fields, codec)
     try:
         return codec.adapter.validate_python(fields)
     except ValidationError as error:
@@ -102,7 +109,7 @@ def unpack(data: Buffer, *, max_bytes: int) -> Any:
     Raises RemoteProtocolError: more than `max_bytes`, not exactly one MessagePack value, an
     extension type, a key that is neither str nor bytes, or text that is not UTF-8.
     """
-    return _unpack(data, max_bytes=max_bytes, use_list=True)
+    return _unpack(data, max_bytes=max_bytes, use_list=True, max_map_items=max_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +119,8 @@ class _Codec:
     adapter: TypeAdapter[Message]
     frames: tuple[tuple[str, int], ...]
     frame_names: set[str]
+    lengths: dict[str, int | None]
+    """Of each field: most items of a tuple or dict; None for a field of another type."""
 
 
 def _codec_of(message: Message) -> _Codec:
@@ -132,11 +141,33 @@ def _codec_named(name: str) -> _Codec:
             reason="unknown_message",
         )
     frames = frame_fields(cls)
-    return _Codec(name, cls, TypeAdapter(cls), frames, {name for name, _ in frames})
+    names = {name for name, _ in frames}
+    return _Codec(name, cls, TypeAdapter(cls), frames, names, _lengths(cls))
+
+
+def _lengths(cls: type[Message]) -> dict[str, int | None]:
+    hints = get_type_hints(cls, include_extras=True)
+    found: dict[str, int | None] = {}
+    for name in (field.name for field in fields(cls)):  # type: ignore[arg-type]
+        hint = hints[name]
+        if get_origin(hint) is Annotated and get_origin(get_args(hint)[0]) in (tuple, dict):
+            bounds = [
+                bound.max_length
+                for extra in get_args(hint)[1:]
+                if isinstance(extra, FieldInfo)
+                for bound in extra.metadata
+                if isinstance(bound, annotated_types.MaxLen)
+            ]
+            found[name] = min(bounds)
+        else:
+            found[name] = None
+    return found
 
 
 def _parse_header(header: Buffer) -> tuple[str, dict[str, Any]]:
-    parsed = _unpack(header, max_bytes=HEADER_MAX_BYTES, use_list=False)
+    parsed = _unpack(
+        header, max_bytes=HEADER_MAX_BYTES, use_list=False, max_map_items=MAP_ITEMS_MAX
+    )
     match parsed:
         case (str(name), dict(fields)) if all(type(key) is str for key in fields):
             return name, fields
@@ -182,7 +213,20 @@ def _add_frames(fields: dict[str, Any], codec: _Codec, frames: Sequence[Buffer])
         fields[name] = bytes(frame)
 
 
-def _unpack(data: Buffer, *, max_bytes: int, use_list: bool) -> Any:
+def _check_shape(fields: dict[str, Any], codec: _Codec) -> None:
+    """Names and lengths: validation reports every problem, so a header of a million wrong
+    keys would cost a minute and gigabytes."""
+    for name, value in fields.items():
+        if name not in codec.lengths:
+            raise RemoteProtocolError(f"{codec.name} has no field {_short(name)}")
+        most = codec.lengths[name]
+        if most is not None and isinstance(value, tuple | dict) and len(value) > most:
+            raise RemoteProtocolError(
+                f"{codec.name}: {name} has {len(value)} items; at most {most} are allowed"
+            )
+
+
+def _unpack(data: Buffer, *, max_bytes: int, use_list: bool, max_map_items: int) -> Any:
     size = _size(data)
     if size > max_bytes:
         raise RemoteProtocolError(
@@ -198,7 +242,7 @@ def _unpack(data: Buffer, *, max_bytes: int, use_list: bool) -> Any:
             max_str_len=size,
             max_bin_len=size,
             max_array_len=size,
-            max_map_len=size // 2,
+            max_map_len=min(size // 2, max_map_items),
             max_ext_len=0,  # timestamps too, which never reach the hook
         )
     except (ValueError, TypeError, msgpack.UnpackException) as error:
@@ -219,6 +263,8 @@ def _roles(roles: frozenset[Role]) -> str:
 
 
 def _first_problem(error: ValidationError) -> str:
+    if error.error_count() > _PROBLEMS_READ_MAX:
+        return f"{error.error_count()} problems"  # pydantic tells all or none
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = ".".join(str(part) for part in problem["loc"])
     return f"{_short(place)}: {_short(problem['msg'])}" if place else _short(problem["msg"])

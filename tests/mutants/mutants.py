@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutant:
-    """`file` is inside echo2/core."""
+    """`file` is inside echo2/core; `scenario` the kind of run that shows it."""
 
     name: str
     file: str
     old: str
     new: str
+    scenario: str = "faulty"
 
 
 MUTANTS = (
@@ -134,6 +135,7 @@ MUTANTS = (
         "        if group.lease is not None and group.lease.id == result.lease:\n"
         "            return True\n",
         "        if group is not None:\n            return True\n",
+        scenario="silent",
     ),
     Mutant(
         "a late result replaces one that is buffered or trained",
@@ -188,6 +190,7 @@ MUTANTS = (
         "learner_desk.py",
         "        if message.step < state.step:\n            self._acknowledge_step(peer)\n",
         "        if message.step < state.step:\n",
+        scenario="lossy",
     ),
     Mutant(
         "v moves before the step is durable",
@@ -244,18 +247,21 @@ MUTANTS = (
         "run_state.py",
         "if group.begun or index_of(group.id) < self.first_new_index:",
         "if group.attempts or group.result is not None:",
+        scenario="rewinding",
     ),
     Mutant(
         "lost requests for tasks are not repeated",
         "dispatch.py",
         "        if state.now - self.tasks_asked_at > TASKS_PATIENCE_S:\n",
         "        if state.now < 0:\n",
+        scenario="lossy",
     ),
     Mutant(
         "lost announcements are not repeated",
         "coordinator.py",
         "        state.announce_again()\n",
         "",
+        scenario="lossy",
     ),
     Mutant(
         "a worker gets one eval more than it has slots",

@@ -1,42 +1,39 @@
-"""Promises 1 to 3 over the coordinator's state machine, for any order of events.
+"""Whatever happens, in whatever order: the promises hold, and the run can go on.
 
-Hypothesis plays workers, learners and the ledger one message at a time: joins, deaths,
-duplicates, results in any order and of revoked leases, records that become durable late and
-out of order, rewinds to any kept checkpoint, fenced learners that go on talking, clock jumps.
-After each event the checker of the simulator looks at what came out (`echo2.sim.invariants`).
+Hypothesis plays workers, a learner and a clock against `CoordinatorState`, also against
+the protocol. After every event the simulator's checker looks, and the group book's counts
+are compared with a recount. At the end of each example a learner and a worker that behave
+must be able to train two more steps.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
-import hypothesis.strategies as st
-from hypothesis import HealthCheck, event, settings
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    multiple,
-    precondition,
-    rule,
-)
+import pytest
+from hypothesis import HealthCheck, note, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from echo2.core.coordinator import CoordinatorState
-from echo2.core.effects import Effect, Emit, Persist, Send
+from echo2.core.effects import DeliverGroup, Effect, Persist, Send
 from echo2.core.events import Event, Persisted, Received, Tick
+from echo2.core.group import GroupState
 from echo2.core.settings import CoordinatorSettings
+from echo2.core.status import status
 from echo2.errors import RemoteProtocolError
 from echo2.messages import (
-    PROTOCOL,
     BatchGranted,
     BatchRequest,
     CheckpointSaved,
+    Draining,
     EvalRequest,
     Goodbye,
     GroupResult,
     Heartbeat,
     InstallFailed,
+    LearnerHeartbeat,
     LearnerHello,
     LearnerWelcome,
     LeaseFailed,
@@ -51,147 +48,219 @@ from echo2.messages import (
     WorkerHello,
 )
 from echo2.sim.invariants import Invariants
-from echo2.types import PeerId, Sampling, Span, Task, TrajectoryHeader, Version
+from echo2.sim.learner import digest_of
+from echo2.types import LeaseId, PeerId, Sampling, Span, Task, TrajectoryHeader, Version
 
-WORKERS = ("w0", "w1", "w2")
-LEARNERS = ("learner", "learner-2")
-G = 2
+WORKERS = [PeerId("w0"), PeerId("w1"), PeerId("w2")]
+LEARNERS = [PeerId("learner"), PeerId("learner-2")]
+NUM_TOKENS = 4
+
+workers = st.sampled_from(WORKERS)
+places = st.integers(0, 10**6)
+"""An index into a list of any length: taken modulo it."""
 
 
-def digest_of(version: Version) -> str:
-    return f"{version.incarnation:032x}{version.step:032x}"
+def a_result(
+    granted: LeaseGranted,
+    versions: tuple[Version, ...],
+    *,
+    rewards: tuple[float, ...] = (0.0, 1.0),
+    extra: int = 0,
+) -> GroupResult:
+    """A group sampled by `versions`, one after the other, in equal parts."""
+    size = granted.group_size + extra
+    cuts = [1 + NUM_TOKENS * i // len(versions) for i in range(len(versions) + 1)]
+    spans = tuple(Span(v, cuts[i], cuts[i + 1]) for i, v in enumerate(versions))
+    trajectories = tuple(
+        TrajectoryHeader(1 + NUM_TOKENS, 1, NUM_TOKENS, rewards[i % len(rewards)], "stop", 1, spans)
+        for i in range(size)
+    )
+    total = size * (1 + NUM_TOKENS)
+    return GroupResult(
+        lease=granted.lease,
+        group=granted.group,
+        attempt=granted.attempt,
+        trajectories=trajectories,
+        generate_s=1.0,
+        environment_s=0.0,
+        token_ids=bytes(4 * total),
+        logprobs=bytes(4 * total),
+        loss_mask=bytes(total),
+    )
 
 
-class CoordinatorMachine(RuleBasedStateMachine):
-    """What the peers know, and one rule for each thing that they may do next."""
+def recount(core: CoordinatorState) -> None:
+    """The book's counts are those of its groups."""
+    book, evals = core.state.book, core.state.evals
+    held: Counter[int] = Counter()
+    out: Counter[int] = Counter()
+    buffered: dict[int, set[str]] = {}
+    for group in book.groups.values():
+        if group.state in (GroupState.LEASED, GroupState.STORING, GroupState.BUFFERED):
+            expiry = book.expiry(group)
+            held[expiry] += 1
+            if group.state is GroupState.BUFFERED:
+                buffered.setdefault(expiry, set()).add(group.id)
+            else:
+                out[expiry] += 1
+        assert (group.lease is not None) == (group.state is GroupState.LEASED)
+    assert held == book.held_by_expiry
+    assert out == book.leased_by_expiry
+    assert buffered == {expiry: set(groups) for expiry, groups in book.buffered.items()}
+    queued = {g.id for g in book.groups.values() if g.state is GroupState.QUEUED}
+    assert len(book.queue) == len(queued)
+    assert set(book.queue) == queued
+    assert book.queue_bytes == sum(len(book.groups[g].task.payload) for g in book.queue)
+    leased = {g.lease.id for g in book.groups.values() if g.lease is not None}
+    assert leased == set(book.leases)
+    by_worker: dict[str, set[str]] = {}
+    for lease in book.leases.values():
+        by_worker.setdefault(lease.worker, set()).add(lease.id)
+    assert by_worker == book.leases_by_worker
+    assert Counter(lease.worker for e in evals.evals.values() for lease in e.leases.values()) == (
+        evals.by_worker
+    )
 
-    leases = Bundle("leases")
-    results = Bundle("results")
+
+class Coordinator(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.offset = 0.0
+        self.granted: list[tuple[PeerId, LeaseGranted]] = []
+        self.sent: list[tuple[PeerId, GroupResult]] = []
+        self.announced: dict[PeerId, VersionAnnounced] = {}
+        self.installed: dict[PeerId, Version] = {}
+        self.pending: list[int] = []
+        self.wanted: list[TasksWanted] = []
+        self.welcome: LearnerWelcome | None = None
+        self.learner = LEARNERS[0]
+        self.batch: BatchGranted | None = None
+        self.checkpoints: list[int] = []
+        self.num_hellos = 0
+        self.last_hello: tuple[PeerId, LearnerHello] | None = None
 
     @initialize(
         staleness_max=st.integers(0, 4),
-        late=st.sampled_from(("wait", "drop", "mask")),
+        late=st.sampled_from(["wait", "drop", "mask"]),
         groups_per_step=st.integers(1, 3),
-        period=st.integers(1, 3),
-        attempts_max=st.integers(1, 3),
-        filter_zero_variance=st.booleans(),
-        lead_steps=st.sampled_from((None, 0.0, 0.5, 4.0)),
-        partial_batch=st.sampled_from(("train", "drop")),
-        num_tasks=st.sampled_from((None, None, 7)),
+        group_size=st.integers(1, 2),
+        period=st.integers(1, 5),
+        attempts_max=st.sampled_from([1, 2, 8]),
+        filtered=st.booleans(),
+        lead=st.sampled_from([None, 0.0, 4.0]),
+        partial=st.sampled_from(["train", "drop"]),
     )
     def begin(
         self,
         staleness_max: int,
         late: Any,
         groups_per_step: int,
+        group_size: int,
         period: int,
         attempts_max: int,
-        filter_zero_variance: bool,
-        lead_steps: float | None,
-        partial_batch: Any,
-        num_tasks: int | None,
+        filtered: bool,
+        lead: float | None,
+        partial: Any,
     ) -> None:
         self.run_settings = CoordinatorSettings(
             run_id="r",
             staleness_max=staleness_max,
             late=late,
-            period=min(period, staleness_max + 1),
             groups_per_step=groups_per_step,
-            group_size=G,
+            group_size=group_size,
+            period=min(period, staleness_max + 1),
             attempts_max=attempts_max,
-            filter_zero_variance=filter_zero_variance,
-            lead_steps=lead_steps,
-            partial_batch=partial_batch,
-            stall_s=20.0,
-            lease_max_s=60.0,
+            filter_zero_variance=filtered and group_size > 1,
+            lead_steps=lead,
+            partial_batch=partial,
             no_worker_timeout_s=1e8,
             learner_timeout_s=1e8,
         )
-        self.num_tasks = num_tasks
         self.core = CoordinatorState(self.run_settings)
         self.checker = Invariants(self.run_settings)
-        self.now = 0.0
-        self.persisting: list[int] = []
-        self.announced: dict[str, VersionAnnounced] = {}
-        self.installed: dict[str, Version] = {}
-        self.granted: list[LeaseGranted] = []
-        self.owner: dict[str, str] = {}
-        self.incarnations: dict[str, int] = {}
-        self.batches: dict[int, int] = {}
-        self.wanted: list[tuple[str, TasksWanted]] = []
-        self.kept: tuple[int, ...] = (0,)
-        self.hellos = 0
+        self.feed(Tick())
 
-    # ---------------------------------------------------------------------- machinery
+    # ------------------------------------------------------------------------- helpers
 
-    def feed(self, what: Event) -> None:
-        if self.core.state.finished is not None:
-            return
+    def feed(self, event: Event) -> None:
+        before = self.frozen()
         try:
-            effects = self.core.handle(what, self.now)
-        except RemoteProtocolError:
-            assert isinstance(what, Received), "only a peer can break the protocol"
+            effects = self.core.handle(event, self.now + self.offset)
+        except RemoteProtocolError as error:
+            note(f"refused: {error}")
+            assert self.frozen() == before, "a refused message changed something"
             return
+        self.checker.observe(event, effects, self.core.state)
         for effect in effects:
             self.carry_out(effect)
-        self.checker.observe(what, effects, self.core.state)
 
-    def receive(self, peer: str, message: Message) -> None:
-        self.feed(Received(PeerId(peer), message))
+    def frozen(self) -> Any:
+        state = self.core.state
+        return (
+            state.step,
+            list(state.lineage.starts),
+            dict(state.lineage.published),
+            [(g.id, g.state, g.attempts) for g in state.book.groups.values()],
+            list(state.pending),
+            state.stream.next_index,
+            state.stream.outstanding,
+            sorted(state.members.workers),
+            [(e, len(found.leases)) for e, found in state.evals.evals.items()],
+            state.seat.wanted_step,
+        )
+
+    def receive(self, peer: PeerId, message: Message) -> None:
+        self.feed(Received(peer, message))
 
     def carry_out(self, effect: Effect) -> None:
         match effect:
             case Persist(record_id):
-                self.persisting.append(record_id)
+                self.pending.append(record_id)
+            case Send(peer, LeaseGranted() as granted):
+                self.granted.append((peer, granted))
             case Send(peer, VersionAnnounced() as announced):
                 self.announced[peer] = announced
-            case Send(peer, LeaseGranted() as granted):
-                self.granted.append(granted)
-                self.owner[granted.lease] = peer
-            case Send(peer, LearnerWelcome() as welcome):
-                self.incarnations[peer] = welcome.incarnation
+            case Send(_, TasksWanted() as wanted):
+                self.wanted.append(wanted)
+            case Send(_, LearnerWelcome() as welcome):
+                self.welcome = welcome
             case Send(_, BatchGranted() as batch):
-                self.batches[batch.incarnation] = batch.step
-            case Send(peer, TasksWanted() as wanted):
-                self.wanted.append((peer, wanted))
-            case Emit(name, fields) if name == "checkpoint_saved":
-                self.kept = tuple(fields["kept"])
+                self.batch = batch
+            case DeliverGroup() | Send():
+                pass
             case _:
                 pass
 
-    # -------------------------------------------------------------------------- time
+    @property
+    def incarnation(self) -> int:
+        return self.core.state.lineage.incarnation
 
-    @rule(seconds=st.sampled_from((0.0, 0.1, 1.0, 6.0, 25.0, -50.0)))
-    def time_passes(self, seconds: float) -> None:
-        self.now += seconds
-        self.feed(Tick())
+    @property
+    def step(self) -> int:
+        return self.core.state.step
 
-    @precondition(lambda self: self.persisting)
-    @rule(data=st.data(), in_order=st.booleans())
-    def a_record_is_durable(self, data: st.DataObject, in_order: bool) -> None:
-        index = 0 if in_order else data.draw(st.integers(0, len(self.persisting) - 1))
-        self.feed(Persisted(self.persisting.pop(index)))
+    def running(self) -> bool:
+        return self.core.state.finished is None
 
-    @rule()
-    def all_records_are_durable(self) -> None:
-        for record_id in [*self.persisting]:
-            self.persisting.remove(record_id)
-            self.feed(Persisted(record_id))
+    # ------------------------------------------------------------------------- workers
 
-    # ----------------------------------------------------------------------- workers
+    @rule(peer=workers, slots=st.integers(1, 3))
+    def a_worker_joins(self, peer: PeerId, slots: int) -> None:
+        self.installed.pop(peer, None)
+        self.say_hello(peer, slots=slots)
 
-    @rule(
-        peer=st.sampled_from(WORKERS),
-        slots=st.integers(1, 4),
-        keeps=st.booleans(),
-        protocol=st.sampled_from((PROTOCOL, PROTOCOL, PROTOCOL, PROTOCOL + 1)),
-    )
-    def a_worker_says_hello(self, peer: str, slots: int, keeps: bool, protocol: int) -> None:
-        held = tuple(g.lease for g in self.granted if self.owner[g.lease] == peer)
+    @rule(peer=workers, keep=st.booleans())
+    def a_worker_comes_back(self, peer: PeerId, keep: bool) -> None:
+        """It reconnects, with the leases that it was ever given or with none."""
+        held = [granted.lease for to, granted in self.granted if to == peer][-8:] if keep else []
+        self.say_hello(peer, held=tuple(held))
+
+    def say_hello(self, peer: PeerId, *, slots: int = 2, held: tuple[LeaseId, ...] = ()) -> None:
         self.receive(
             peer,
             WorkerHello(
-                protocol=protocol,
+                protocol=1,
                 echo2_version="0",
                 name=peer,
                 engine="null",
@@ -199,207 +268,215 @@ class CoordinatorMachine(RuleBasedStateMachine):
                 on_update="continue",
                 environment="null",
                 slots=slots,
-                held=held if keeps else (),
-                installed=self.installed.get(peer) if keeps else None,
+                held=held,
+                installed=self.installed.get(peer),
             ),
         )
 
-    @rule(peer=st.sampled_from(WORKERS))
-    def a_worker_installs(self, peer: str) -> None:
+    @rule(peer=workers)
+    def a_worker_installs(self, peer: PeerId) -> None:
         announced = self.announced.get(peer)
-        if announced is None:
-            return
-        self.installed[peer] = announced.version
+        if announced is not None:
+            self.installed[peer] = announced.version
+            self.install(peer, announced.version)
+
+    @rule(peer=workers, place=places)
+    def a_worker_installs_any_version(self, peer: PeerId, place: int) -> None:
+        known = list(self.core.state.lineage.published) or [Version(1, 0)]
+        self.installed[peer] = known[place % len(known)]
+        self.install(peer, self.installed[peer])
+
+    def install(self, peer: PeerId, version: Version) -> None:
         self.receive(
             peer,
             VersionInstalled(
-                version=announced.version,
-                manifest_digest=announced.manifest_digest,
+                version=version,
+                manifest_digest=digest_of(version),
                 fetch_s=0.0,
                 install_s=0.1,
                 pause_s=0.0,
             ),
         )
 
-    # ------------------------------------------------- a stretch in which all goes well
-
-    @rule(peer=st.sampled_from(WORKERS))
-    def a_worker_gets_ready(self, peer: str) -> None:
-        self.a_worker_says_hello(peer, 3, False, PROTOCOL)
-        self.a_worker_installs(peer)
-
-    @rule(equal=st.booleans())
-    def all_leases_are_delivered(self, equal: bool) -> None:
-        for lease in [*self.core.state.book.leases.values()]:
-            granted = next(g for g in self.granted if g.lease == lease.id)
-            self.deliver(granted, tail=0, equal=equal, count=G)
-        self.all_records_are_durable()
-
-    @rule(peer=st.sampled_from(LEARNERS))
-    def a_learner_gets_going(self, peer: str) -> None:
-        """Seated if it was not, version published, tasks there, batch asked for."""
-        if self.core.state.seat.peer is None:
-            self.say_hello(peer, 0 if not self.hellos else max(self.kept))
-        peer = self.core.state.seat.peer or peer
-        self.all_records_are_durable()
-        self.a_version_is_published(peer, False)
-        self.all_records_are_durable()
-        self.tasks_arrive()
-        self.a_batch_is_asked_for(peer, 0)
-
-    @rule(steps=st.integers(1, 3), equal=st.sampled_from((False, False, False, True)))
-    def steps_go_well(self, steps: int, equal: bool) -> None:
-        """From wherever things stand to so many trained steps, if they can be."""
-        for _ in range(steps):
-            if not self.core.state.members.ready():
-                self.a_worker_gets_ready("w0")
-            self.a_learner_gets_going("learner")
-            for _ in range(4):
-                for peer in WORKERS:
-                    self.a_worker_installs(peer)
-                self.all_leases_are_delivered(equal)
-                self.tasks_arrive()
-            self.a_step_is_trained()
-
-    @rule()
-    def a_step_is_trained(self) -> None:
-        peer = self.core.state.seat.peer
-        if peer is not None:
-            self.a_step_is_completed(peer, False)
-            self.all_records_are_durable()
-
-    @rule(peer=st.sampled_from(WORKERS), rolls_back=st.booleans())
-    def an_install_fails(self, peer: str, rolls_back: bool) -> None:
-        announced = self.announced.get(peer)
-        if announced is None:
-            return
-        serving = self.installed.get(peer) if rolls_back else None
+    @rule(peer=workers, place=places)
+    def an_install_fails(self, peer: PeerId, place: int) -> None:
+        known = [None, *self.core.state.lineage.published]
+        serving = known[place % len(known)]
         if serving is None:
             self.installed.pop(peer, None)
+        else:
+            self.installed[peer] = serving
         self.receive(
+            peer, InstallFailed(version=Version(1, 0), stage="install", text="no", serving=serving)
+        )
+
+    @rule(peer=workers, tokens=st.integers(0, 9))
+    def a_heartbeat(self, peer: PeerId, tokens: int) -> None:
+        leases = {g.lease: tokens for to, g in self.granted[-6:] if to == peer}
+        self.receive(peer, Heartbeat(sequence=1, state="ready", lease_tokens=leases))
+
+    @rule(peer=workers, polite=st.booleans())
+    def a_worker_leaves(self, peer: PeerId, polite: bool) -> None:
+        if polite:
+            self.receive(peer, Draining(reason="spot"))
+        else:
+            self.receive(peer, Goodbye(reason="killed"))
+
+    @precondition(lambda self: self.granted)
+    @rule(place=places, recent=st.booleans(), flips=st.integers(0, 2), equal=st.booleans())
+    def a_result_arrives(self, place: int, recent: bool, flips: int, equal: bool) -> None:
+        """Of any lease ever granted, revoked or not; sampled by the version that it names
+        and by those that were published after it."""
+        pool = self.granted[-4:] if recent else self.granted
+        peer, granted = pool[place % len(pool)]
+        later = [v for v in self.core.state.lineage.published if v > granted.version]
+        versions = (granted.version, *later[:flips])
+        result = a_result(granted, versions, rewards=(1.0,) if equal else (0.0, 1.0))
+        self.sent.append((peer, result))
+        self.receive(peer, result)
+
+    @precondition(lambda self: self.sent)
+    @rule(place=places)
+    def a_result_is_repeated(self, place: int) -> None:
+        self.receive(*self.sent[place % len(self.sent)])
+
+    @precondition(lambda self: self.granted)
+    @rule(place=places, kind=st.integers(0, 3))
+    def a_result_is_wrong(self, place: int, kind: int) -> None:
+        peer, granted = self.granted[place % len(self.granted)]
+        if kind == 0:
+            self.receive(WORKERS[place % 3], a_result(granted, (granted.version,)))
+        elif kind == 1:
+            self.receive(peer, a_result(granted, (granted.version,), extra=1))
+        elif kind == 2:
+            self.receive(peer, a_result(granted, (Version(self.incarnation, self.step + 1),)))
+        else:
+            self.receive(peer, a_result(granted, (Version(0, 0),)))
+
+    @precondition(lambda self: self.granted)
+    @rule(place=places, stage=st.sampled_from(["environment", "engine", "draining", "lost"]))
+    def a_lease_fails(self, place: int, stage: Any) -> None:
+        peer, granted = self.granted[place % len(self.granted)]
+        self.receive(
+            peer, LeaseFailed(lease=granted.lease, group=granted.group, stage=stage, text="no")
+        )
+
+    # ------------------------------------------------------------------------- the clock
+
+    @precondition(lambda self: self.pending)
+    @rule(place=places)
+    def a_record_becomes_durable(self, place: int) -> None:
+        self.feed(Persisted(self.pending.pop(place % len(self.pending))))
+
+    @rule()
+    def all_records_become_durable(self) -> None:
+        while self.pending:
+            self.feed(Persisted(self.pending.pop(0)))
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 4.0, 20.0, 100.0, 4000.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.feed(Tick())
+
+    @rule(seconds=st.sampled_from([-1000.0, -5.0, 5.0, 1000.0]))
+    def the_clock_jumps(self, seconds: float) -> None:
+        self.offset += seconds
+        self.feed(Tick())
+
+    # ----------------------------------------------------------------------- the learner
+
+    @rule(peer=st.sampled_from(LEARNERS), place=places)
+    def a_learner_takes_over(self, peer: PeerId, place: int) -> None:
+        kept = self.checkpoints or [0]
+        resume_step = kept[place % len(kept)]
+        self.checkpoints = [step for step in self.checkpoints if step <= resume_step]
+        self.num_hellos += 1
+        self.learner, self.batch, self.welcome = peer, None, None
+        self.last_hello = (
             peer,
-            InstallFailed(version=announced.version, stage="canary", text="x", serving=serving),
+            LearnerHello(
+                protocol=1,
+                echo2_version="0",
+                name="learner",
+                resume_step=resume_step,
+                checkpoint_steps=tuple(self.checkpoints),
+                hello_id=f"hello{self.num_hellos}",
+            ),
         )
+        self.receive(*self.last_hello)
 
-    @rule(peer=st.sampled_from(WORKERS), tokens=st.integers(0, 3))
-    def a_heartbeat(self, peer: str, tokens: int) -> None:
-        mine = {g.lease: tokens for g in self.granted if self.owner[g.lease] == peer}
-        self.receive(peer, Heartbeat(sequence=1, state="ready", lease_tokens=mine))
+    @precondition(lambda self: self.last_hello)
+    @rule()
+    def its_hello_is_repeated(self) -> None:
+        assert self.last_hello is not None
+        self.receive(*self.last_hello)
 
-    @rule(peer=st.sampled_from(WORKERS))
-    def a_worker_leaves(self, peer: str) -> None:
-        self.installed.pop(peer, None)
-        self.receive(peer, Goodbye(reason="spot"))
-
-    @precondition(lambda self: self.granted)
-    @rule(
-        target=results,
-        data=st.data(),
-        tail=st.integers(0, 2),
-        equal=st.booleans(),
-        count=st.sampled_from((G, G, G, G, 1)),
-    )
-    def a_result(self, data: st.DataObject, tail: int, equal: bool, count: int) -> Any:
-        """Of any lease ever granted."""
-        granted = data.draw(st.sampled_from(self.granted))
-        return multiple(self.deliver(granted, tail=tail, equal=equal, count=count))
-
-    def deliver(
-        self, granted: LeaseGranted, *, tail: int, equal: bool, count: int
-    ) -> tuple[str, GroupResult]:
-        """With `tail` more tokens of the version that is installed now."""
-        peer = self.owner[granted.lease]
-        spans = [Span(granted.version, 1, 3)]
-        newer = self.installed.get(peer)
-        if tail and newer is not None and newer > granted.version:
-            spans.append(Span(newer, 3, 3 + tail))
-        end = spans[-1].end
-        size = granted.group_size if granted.kind == "eval" else count
-        headers = tuple(
-            TrajectoryHeader(end, 1, end - 1, 0.0 if equal else float(i), "stop", 1, tuple(spans))
-            for i in range(size)
-        )
-        message = GroupResult(
-            lease=granted.lease,
-            group=granted.group,
-            attempt=granted.attempt,
-            trajectories=headers,
-            generate_s=0.1,
-            environment_s=0.0,
-            token_ids=bytes(4 * end * size),
-            logprobs=bytes(4 * end * size),
-            loss_mask=bytes(end * size),
-        )
-        self.receive(peer, message)
-        return peer, message
-
-    @rule(result=results)
-    def a_result_comes_again(self, result: tuple[str, GroupResult]) -> None:
-        self.receive(*result)
-
-    @rule(result=results, peer=st.sampled_from(WORKERS))
-    def somebody_else_claims_a_result(self, result: tuple[str, GroupResult], peer: str) -> None:
-        self.receive(peer, result[1])
-
-    @precondition(lambda self: self.granted)
-    @rule(
-        data=st.data(),
-        stage=st.sampled_from(("environment", "engine", "draining", "lost")),
-    )
-    def a_lease_fails(self, data: st.DataObject, stage: Any) -> None:
-        granted = data.draw(st.sampled_from(self.granted))
-        self.receive(
-            self.owner[granted.lease],
-            LeaseFailed(lease=granted.lease, group=granted.group, stage=stage, text="x"),
-        )
-
-    # ----------------------------------------------------------------------- learners
-
-    @rule(peer=st.sampled_from(LEARNERS), data=st.data())
-    def a_learner_takes_over(self, peer: str, data: st.DataObject) -> None:
-        if self.hellos > 5:
+    @rule(peer=st.sampled_from(LEARNERS), back=st.integers(-1, 2))
+    def a_learner_reconnects(self, peer: PeerId, back: int) -> None:
+        named = self.incarnation - back
+        if named < 1:
             return
-        self.say_hello(peer, data.draw(st.sampled_from(self.kept)) if self.hellos else 0)
-
-    def say_hello(self, peer: str, resume: int) -> None:
-        self.hellos += 1
+        if named == self.incarnation:
+            self.learner = peer
         self.receive(
             peer,
             LearnerHello(
-                protocol=PROTOCOL,
+                protocol=1,
                 echo2_version="0",
-                name=peer,
-                resume_step=resume,
-                checkpoint_steps=tuple(k for k in self.kept if k <= resume),
-                hello_id=f"h{self.hellos}",
+                name="learner",
+                incarnation=named,
+                resume_step=self.step,
             ),
         )
 
-    @rule()
-    def tasks_arrive(self) -> None:
-        for wanted_by, wanted in self.wanted:
-            end = wanted.start + wanted.count
-            if self.num_tasks is not None:
-                end = max(wanted.start, min(end, self.num_tasks))
-            self.receive(
-                wanted_by,
-                TasksSubmitted(
-                    incarnation=wanted.incarnation,
-                    start=wanted.start,
-                    tasks=tuple(Task(i, "{}") for i in range(wanted.start, end)),
-                    exhausted=self.num_tasks is not None and end >= self.num_tasks,
-                ),
-            )
-        self.wanted.clear()
-
-    @rule(peer=st.sampled_from(LEARNERS), final=st.sampled_from((False, False, True)))
-    def a_version_is_published(self, peer: str, final: bool) -> None:
-        incarnation = self.incarnations.get(peer)
-        if incarnation is None:
-            return
-        version = Version(incarnation, self.core.state.step)
+    @rule(back=st.integers(0, 2), off=st.integers(-1, 1))
+    def a_batch_is_asked_for(self, back: int, off: int) -> None:
         self.receive(
-            peer,
+            self.learner,
+            BatchRequest(incarnation=max(0, self.incarnation - back), step=max(0, self.step + off)),
+        )
+
+    @rule()
+    def the_next_batch_is_asked_for(self) -> None:
+        self.receive(self.learner, BatchRequest(incarnation=self.incarnation, step=self.step))
+
+    @precondition(lambda self: self.batch)
+    @rule()
+    def the_step_is_completed(self) -> None:
+        assert self.batch is not None
+        self.complete(self.batch.incarnation, self.batch.step)
+
+    @rule(back=st.integers(0, 2), off=st.integers(-2, 1))
+    def some_step_is_completed(self, back: int, off: int) -> None:
+        known = self.core.state.seat.batch
+        incarnation, step = max(0, self.incarnation - back), max(0, self.step + off)
+        if known is None and (incarnation, step) == (self.incarnation, self.step):
+            return  # refused for good, which a learner in its right mind avoids
+        self.complete(incarnation, step)
+
+    def complete(self, incarnation: int, step: int) -> None:
+        self.receive(
+            self.learner,
+            StepCompleted(
+                incarnation=incarnation,
+                step=step,
+                train_s=1.0,
+                wait_s=0.0,
+                mismatch={"w0": 0.1},
+            ),
+        )
+
+    @rule(back=st.integers(0, 1), off=st.integers(-2, 1), final=st.booleans())
+    def a_version_is_published(self, back: int, off: int, final: bool) -> None:
+        self.publish(Version(max(0, self.incarnation - back), max(0, self.step + off)), final)
+
+    @rule()
+    def v_is_published(self) -> None:
+        self.publish(Version(self.incarnation, self.step), final=False)
+
+    def publish(self, version: Version, final: bool) -> None:
+        self.receive(
+            self.learner,
             VersionPublished(
                 version=version,
                 manifest_digest=digest_of(version),
@@ -411,77 +488,117 @@ class CoordinatorMachine(RuleBasedStateMachine):
             ),
         )
 
-    @rule(peer=st.sampled_from(LEARNERS), ahead=st.sampled_from((0, 0, 0, 1)))
-    def a_batch_is_asked_for(self, peer: str, ahead: int) -> None:
-        incarnation = self.incarnations.get(peer)
-        if incarnation is not None:
-            step = self.core.state.step + ahead
-            self.receive(peer, BatchRequest(incarnation=incarnation, step=step))
-
-    @rule(peer=st.sampled_from(LEARNERS), again=st.booleans())
-    def a_step_is_completed(self, peer: str, again: bool) -> None:
-        incarnation = self.incarnations.get(peer)
-        if incarnation is None or incarnation not in self.batches:
+    @rule(keep=st.integers(1, 3))
+    def a_checkpoint_is_saved(self, keep: int) -> None:
+        if self.welcome is None or self.welcome.incarnation != self.incarnation:
             return
-        message = StepCompleted(
-            incarnation=incarnation,
-            step=self.batches[incarnation],
-            train_s=1.0,
-            wait_s=0.0,
-            mismatch={},
-        )
-        for _ in range(2 if again else 1):
-            self.receive(peer, message)
-
-    @rule(peer=st.sampled_from(LEARNERS), keep_before=st.booleans())
-    def a_checkpoint_is_saved(self, peer: str, keep_before: bool) -> None:
-        incarnation = self.incarnations.get(peer)
-        if incarnation is None:
-            return
-        step = self.core.state.step
-        before = (max(self.kept),) if keep_before and max(self.kept) < step else ()
+        if self.step not in self.checkpoints:
+            self.checkpoints = [*self.checkpoints, self.step][-keep:]
         self.receive(
-            peer, CheckpointSaved(incarnation=incarnation, step=step, kept=(*before, step))
-        )
-
-    @rule(peer=st.sampled_from(LEARNERS), count=st.integers(1, 3))
-    def an_eval_is_asked_for(self, peer: str, count: int) -> None:
-        incarnation = self.incarnations.get(peer)
-        if incarnation is None:
-            return
-        version = Version(incarnation, self.core.state.step)
-        self.receive(
-            peer,
-            EvalRequest(
-                incarnation=incarnation,
-                eval_id=f"e{version}",
-                version=version,
-                tasks=tuple(Task(i, "{}") for i in range(count)),
-                sampling=Sampling(temperature=0.0),
+            self.learner,
+            CheckpointSaved(
+                incarnation=self.incarnation, step=self.step, kept=tuple(self.checkpoints)
             ),
         )
 
-    def teardown(self) -> None:
-        if hasattr(self, "core"):
-            event(f"v {min(self.core.state.step, 4)}")
-            event(f"incarnations {min(self.hellos, 3)}")
+    @precondition(lambda self: self.wanted)
+    @rule(exhausted=st.sampled_from([False, False, False, True]))
+    def tasks_are_submitted(self, exhausted: bool) -> None:
+        wanted = self.wanted.pop()
+        self.submit(wanted, exhausted=exhausted and wanted.start > 20)
+
+    def submit(self, wanted: TasksWanted, *, exhausted: bool = False) -> None:
+        self.receive(
+            self.learner,
+            TasksSubmitted(
+                incarnation=wanted.incarnation,
+                start=wanted.start,
+                tasks=tuple(
+                    Task(index, "{}") for index in range(wanted.start, wanted.start + wanted.count)
+                ),
+                exhausted=exhausted,
+            ),
+        )
+
+    @rule(place=places)
+    def an_eval_is_asked_for(self, place: int) -> None:
+        known = list(self.core.state.lineage.published) or [Version(1, 0)]
+        version = known[place % len(known)]
+        self.receive(
+            self.learner,
+            EvalRequest(
+                incarnation=self.incarnation,
+                eval_id=f"e{self.incarnation}.{version}",
+                version=version,
+                tasks=(Task(10**6, "{}"), Task(10**6 + 1, "{}")),
+                sampling=Sampling(),
+                group_size=self.run_settings.group_size,
+            ),
+        )
+
+    @rule()
+    def the_learner_lives(self) -> None:
+        self.receive(
+            self.learner,
+            LearnerHeartbeat(incarnation=self.incarnation, sequence=1, state="training"),
+        )
+
+    # ------------------------------------------------------------------------- always
 
     @invariant()
-    def nothing_grows(self) -> None:
-        if not hasattr(self, "core"):
+    def the_counts_are_those_of_the_groups(self) -> None:
+        if hasattr(self, "core"):
+            recount(self.core)
+            assert status(self.core.state, self.core.dispatcher.reason)["run_id"] == "r"
+
+    def teardown(self) -> None:
+        """Whatever happened: the run can go on, and then it ends clean."""
+        if not hasattr(self, "core") or not self.running():
             return
-        state = self.core.state
-        assert (
-            state.book.num_held <= self.run_settings.buffer_max + self.run_settings.groups_per_step
+        self.all_records_become_durable()
+        self.now += 1e6
+        self.offset = max(self.offset, 0.0)
+        self.feed(Tick())
+        self.a_learner_takes_over(LEARNERS[0], -1)
+        self.all_records_become_durable()
+        begin, exhausted = self.step, self.core.state.stream.exhausted_at is not None
+        for _ in range(400):
+            self.go_on()
+            if self.step >= begin + 2 or (self.batch and not self.batch.groups):
+                break
+        assert self.step >= begin + 2 or exhausted, status(
+            self.core.state, self.core.dispatcher.reason
         )
-        assert sum(len(leases) for leases in state.book.leases_by_worker.values()) == len(
-            state.book.leases
-        )
+        self.receive(LEARNERS[0], Goodbye(reason="done", finished=True))
+        assert not self.running()
+
+    def go_on(self) -> None:
+        """A learner and a worker do what they should."""
+        self.now += 1.0
+        self.feed(Tick())
+        self.the_learner_lives()
+        self.v_is_published()
+        self.all_records_become_durable()
+        if WORKERS[0] not in self.core.state.members.workers:
+            self.a_worker_joins(WORKERS[0], 3)
+        self.a_worker_installs(WORKERS[0])
+        while self.wanted:
+            self.submit(self.wanted.pop())
+        for peer, granted in self.granted[-12:]:
+            live = self.core.state.is_live(granted.lease)
+            if peer == WORKERS[0] and live:
+                self.receive(peer, a_result(granted, (granted.version,)))
+        self.all_records_become_durable()
+        self.the_next_batch_is_asked_for()
+        if self.batch is not None and self.batch.groups:
+            self.the_step_is_completed()
+            self.batch = None
+            self.all_records_become_durable()
 
 
-TestCoordinatorState = CoordinatorMachine.TestCase
-TestCoordinatorState.settings = settings(
-    max_examples=150,
+TestCoordinator = pytest.mark.timeout(300)(Coordinator.TestCase)
+TestCoordinator.settings = settings(
+    max_examples=120,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=list(HealthCheck),

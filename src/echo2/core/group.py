@@ -39,6 +39,16 @@ TRANSITIONS: dict[GroupState, frozenset[GroupState]] = {
 }
 
 
+def transition_table() -> str:
+    """TRANSITIONS as the Markdown table that docs/architecture.md shows."""
+    order = list(GroupState)
+    rows = [
+        f"| {state.value} | {', '.join(n.value for n in sorted(following, key=order.index))} |"
+        for state, following in TRANSITIONS.items()
+    ]
+    return "\n".join(["| state | may become |", "|---|---|", *rows])
+
+
 @dataclass(slots=True)
 class Lease:
     """A group given to a worker. `version` is what the worker served when it was granted."""

@@ -210,7 +210,9 @@ class LearnerClientState:
         self.text = text[:2048]
 
     def close(self, reason: str, *, finished: bool) -> list[Outcome]:
-        outcomes = self._transmit(Goodbye(reason=reason[:2048], finished=finished))
+        outcomes = self._transmit(
+            Goodbye(reason=reason[:2048], finished=finished, incarnation=self.incarnation)
+        )
         self.state = ClientState.CLOSED
         return outcomes
 

@@ -239,7 +239,8 @@ class LearnerDesk:
 
     def goodbye(self, peer: PeerId, message: Goodbye) -> None:
         state = self.state
-        if state.seat.peer != peer:
+        named = message.incarnation
+        if state.seat.peer != peer or (named and named != state.lineage.incarnation):
             return  # a fenced one leaves
         state.emit("learner_left", incarnation=state.lineage.incarnation, reason=message.reason)
         if message.finished:
@@ -450,19 +451,23 @@ class LearnerDesk:
                 f"{message.manifest_digest[:16]}",
                 reason="wrong_digest",
             )
+        incarnation = message.version.incarnation
+        storing = [
+            record.version
+            for record, _ in state.pending.values()
+            if isinstance(record, VersionRecorded) and record.version.incarnation == incarnation
+        ]
+        if message.version in storing:
+            return
+        last_step = state.lineage.last_published_step(incarnation)
         verdict = publish_verdict(
             message.version.step,
-            last_step=state.lineage.last_published_step(message.version.incarnation),
+            last_step=max((version.step for version in storing), default=last_step),
             period=state.settings.period,
             final=message.final,
         )
         if not verdict:
             raise RemoteProtocolError(verdict.reason, reason="wrong_version")
-        if any(
-            isinstance(record, VersionRecorded) and record.version == message.version
-            for record, _ in state.pending.values()
-        ):
-            return
         state.persist(VersionRecorded(message.version, message.manifest_digest), message)
 
     def version_durable(self, message: VersionPublished) -> None:

@@ -321,10 +321,12 @@ class WorkerDesk:
         """
         state = self.state
         step = state.next_step
+        expiry = expiry_step(result.min_version.step, staleness_max=state.settings.staleness_max)
         if state.settings.late == "mask":
             low = max(0, step - state.settings.staleness_max)
-            return result.tokens_from(low) >= state.settings.mask_min_tokens
-        expiry = expiry_step(result.min_version.step, staleness_max=state.settings.staleness_max)
+            if result.tokens_from(low) < state.settings.mask_min_tokens:
+                return False
+            expiry = max(expiry, step)
         if expiry < step:
             return False
         if group.lease is not None and group.lease.id == result.lease:
@@ -412,8 +414,10 @@ class WorkerDesk:
         self.state.send(
             peer, GroupAcknowledged(group=message.group, lease=message.lease, outcome="accepted")
         )
-        if state.evals.of_lease(message.lease) is not None:
-            state.evals.give_back(message.lease, message.text)
+        found = state.evals.of_lease(message.lease)
+        if found is not None:
+            if found.leases[message.lease].worker == peer:
+                state.evals.give_back(message.lease, message.text)
             return
         lease = state.book.leases.get(message.lease)
         if lease is None or lease.worker != peer:

@@ -70,11 +70,13 @@ class LearnerChecks:
 
     def _check_order(self, tracks: list[Track], step: int) -> None:
         """Earliest expiry first."""
+        if not tracks:
+            return
         remaining = self.books.buffered.copy()
         for track in tracks:
             remaining[track.expiry] -= 1
         left = [expiry for expiry, count in remaining.items() if count > 0]
-        latest = max((track.expiry for track in tracks), default=step)
+        latest = max(track.expiry for track in tracks)
         require(
             not left or latest <= min(left),
             f"the batch of {step} took a group of expiry {latest} before one of {min(left or [0])}",

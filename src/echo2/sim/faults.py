@@ -259,11 +259,17 @@ class FaultInjector:
                 incarnation=state.lineage.incarnation + 5,
                 resume_step=0,
             ),
-            Goodbye(reason="a stranger leaves", finished=True),
+            Goodbye(
+                reason="a fenced learner leaves",
+                finished=True,
+                incarnation=max(1, state.lineage.incarnation - 1),
+            ),
         )
         message = rng.choice(choices)
-        if isinstance(message, Goodbye | LearnerHello):
+        if isinstance(message, LearnerHello):
             peer = PeerId("stranger")
+        elif isinstance(message, Goodbye) and state.lineage.incarnation < 2:
+            return peer, None  # nobody is fenced yet
         return peer, message
 
     def _early_publication(self) -> VersionPublished:

@@ -9,6 +9,7 @@ from typing import Final
 from echo2.sim.scenario import (
     Faults,
     LearnerModel,
+    NetworkModel,
     Scenario,
     WorkerModel,
     a_run,
@@ -34,6 +35,21 @@ def big_fleet(seed: int) -> Scenario:
         steps=210,
         settings=settings,
         learner=LearnerModel(train_s=1.2, checkpoint_every=20),
+    )
+
+
+def lossy_fleet(seed: int) -> Scenario:
+    """Nobody fails, but one message in seven is lost: everything must be asked for again."""
+    rng = Random(f"lossy {seed}")
+    return Scenario(
+        seed=seed,
+        settings=a_run(seed, staleness_max=rng.choice((0, 2)), groups_per_step=2),
+        steps=12,
+        workers=(WorkerModel(latency_s=1.0), WorkerModel(latency_s=2.0)),
+        learner=LearnerModel(train_s=0.5, eval_every=4),
+        network=NetworkModel(loss=0.15, duplication=0.05),
+        faults=Faults(until_s=60.0),
+        patience_s=900.0,
     )
 
 
@@ -79,9 +95,13 @@ def rewinding_fleet(seed: int) -> Scenario:
     return Scenario(
         seed=seed,
         settings=a_run(
-            seed, staleness_max=staleness_max, groups_per_step=rng.choice((2, 6)), attempts_max=20
+            seed,
+            staleness_max=staleness_max,
+            groups_per_step=rng.choice((2, 6)),
+            attempts_max=20,
+            budget_usd=rng.choice((0.0, 0.005, 0.02)),
         ),
-        steps=rng.randint(4, 10),
+        steps=rng.randint(4, 20),
         workers=workers,
         learner=learner,
         faults=Faults(
@@ -94,6 +114,7 @@ def rewinding_fleet(seed: int) -> Scenario:
 SCENARIOS: Final[dict[str, Callable[[int], Scenario]]] = {
     "faulty": faulty_fleet,
     "fleet": big_fleet,
+    "lossy": lossy_fleet,
     "rewinding": rewinding_fleet,
     "silent": silent_fleet,
 }

@@ -130,11 +130,10 @@ class Invariants:
     def _check_sizes(self, state: RunState) -> None:
         """Memory does not grow with the run."""
         books, settings = self.books, self.settings
-        if settings.late != "mask":
-            require(
-                books.num_held <= settings.buffer_max,
-                lambda: f"{books.num_held} groups are held, R(S + 1) is {settings.buffer_max}",
-            )
+        require(
+            books.num_held <= settings.buffer_max,
+            lambda: f"{books.num_held} groups are held, R(S + 1) is {settings.buffer_max}",
+        )
         trained = settings.groups_per_step * (books.step - min(books.kept))
         require(
             len(state.history.trained) <= max(0, trained),

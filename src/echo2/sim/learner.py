@@ -294,7 +294,7 @@ class SimLearner:
 
     def _next(self) -> None:
         if self.step >= self.steps:
-            self._ask(Goodbye(reason=f"{self.steps} steps are done", finished=True))
+            self._say_goodbye(f"{self.steps} steps are done")
             return
         self._granted, self._groups = None, set()
         self._asked_at = self.timeline.now
@@ -317,7 +317,7 @@ class SimLearner:
         self._request = None
         self.wait_s += self.timeline.now - self._asked_at
         if not granted.groups:
-            self._ask(Goodbye(reason="the data is used up", finished=True))
+            self._say_goodbye("the data is used up")
             return
         seconds = self.model.train_s
         if self.model.train_cv > 0:
@@ -351,6 +351,9 @@ class SimLearner:
         self._publish()
 
     # ---------------------------------------------------------------------- helpers
+
+    def _say_goodbye(self, reason: str) -> None:
+        self._ask(Goodbye(reason=reason, finished=True, incarnation=self.incarnation))
 
     def _act(self, action: Callable[[], None]) -> None:
         """What was begun before the process was stopped goes on when it wakes up."""

@@ -381,8 +381,8 @@ class Scene:
             LearnerHeartbeat(incarnation=self.incarnation, sequence=1, state=text),
         )
 
-    def learner_leaves(self, *, finished: bool = False) -> list[Effect]:
-        return self.receive(LEARNER, Goodbye(reason="bye", finished=finished))
+    def learner_leaves(self, *, finished: bool = False, durable: bool = True) -> list[Effect]:
+        return self.receive(LEARNER, Goodbye(reason="bye", finished=finished), durable=durable)
 
     # -------------------------------------------------------------------- the workers
 

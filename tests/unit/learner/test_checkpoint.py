@@ -115,6 +115,8 @@ def test_ten_steps_are_five_a_restart_and_five_bit_by_bit(
 def test_the_newest_are_kept(store: CheckpointStore, tiny: Policy, trainer: Trainer) -> None:
     kept = [store.save(state(step), tiny, trainer) for step in (2, 4, 6)]
     assert kept == [[2], [2, 4], [4, 6]]
+    assert store.complete_steps(5) == [4]
+    assert store.complete_steps(6) == [4, 6]
     newest = store.newest()
     assert newest is not None
     assert newest.state.step == 6
@@ -202,6 +204,14 @@ def test_a_learner_that_was_taken_over_writes_no_checkpoint(
     newest = store.newest()
     assert newest is not None
     assert newest.state.step == 2
+
+
+def test_without_its_claim_a_learner_does_not_write(
+    store: CheckpointStore, run_dir: Path, tiny: Policy, trainer: Trainer
+) -> None:
+    (run_dir / "learner.json").unlink()
+    with pytest.raises(LearnerError, match=r"learner\.json cannot be read any more"):
+        store.save(state(2), tiny, trainer)
 
 
 def test_a_checkpoint_of_another_model_is_refused(

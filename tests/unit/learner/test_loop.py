@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -36,6 +37,7 @@ class Bench:
 
     def __init__(self, fake: ModuleType, folder: Path, run_dir: Path) -> None:
         self._fake, self._folder, self.run_dir = fake, folder, run_dir
+        self._engine = Policy.load(folder)
 
     def __call__(
         self, *, resume: bool = False, incarnation: int = 1, tables: Any = None, **options: Any
@@ -47,7 +49,7 @@ class Bench:
             session = self._fake.FakeSession(
                 config,
                 self.run_dir,
-                Policy.load(self._folder),
+                Policy(copy.deepcopy(self._engine.module), self._folder),
                 incarnation=incarnation,
                 **options,
             )

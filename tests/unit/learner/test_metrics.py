@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from echo2_learner.metrics import MetricsFile
 
 
@@ -22,7 +20,7 @@ def test_a_half_line_of_a_killed_learner_is_cut_off(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
 
 
-def test_a_value_that_is_no_number_is_not_written(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path / "metrics.jsonl")
-    with pytest.raises(ValueError, match="Out of range float"):
-        file.append({"loss": float("nan")})
+def test_a_value_that_is_not_finite_is_null(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    MetricsFile(path).append({"loss": float("nan"), "ess": float("inf"), "entropy": 0.5})
+    assert json.loads(path.read_text()) == {"loss": None, "ess": None, "entropy": 0.5}
