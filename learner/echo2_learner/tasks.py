@@ -5,12 +5,17 @@ from __future__ import annotations
 import threading
 from typing import Final
 
-from echo2.errors import EnvironmentError_
+from echo2.errors import ConfigError, EnvironmentError_
 from echo2.types import TASK_PAYLOAD_MAX_BYTES, Task
 from echo2_workers.environment import Environment, Split
 
 REPLY_BYTES_MAX: Final = 2 << 20
 """Most bytes of payloads in one answer; the rest is asked for again."""
+
+
+EVAL_BYTES_MAX: Final = 3 << 20
+"""Most bytes of all tasks of an eval: they travel in one message."""
+_TASK_OVERHEAD_BYTES: Final = 32
 
 
 class Tasks:
@@ -39,12 +44,22 @@ class Tasks:
         return tasks, num_tasks is not None and end >= num_tasks
 
     def evals(self, count: int) -> list[Task]:
-        """The first `count` held-out tasks, or all if there are fewer."""
+        """The first `count` held-out tasks, or all if there are fewer. ConfigError when one
+        message cannot hold them."""
         num_tasks = self._num_tasks("eval")
-        return [
-            self._task("eval", index)
-            for index in range(count if num_tasks is None else min(count, num_tasks))
-        ]
+        tasks: list[Task] = []
+        num_bytes = 0
+        for index in range(count if num_tasks is None else min(count, num_tasks)):
+            task = self._task("eval", index)
+            num_bytes += len(task.payload.encode()) + _TASK_OVERHEAD_BYTES
+            if num_bytes > EVAL_BYTES_MAX:
+                raise ConfigError(
+                    f"eval.num_tasks = {count}: the first {index + 1} held-out tasks of "
+                    f"{self._environment.name} hold {num_bytes} bytes, and one eval may hold "
+                    f"{EVAL_BYTES_MAX}; set it to {index} or less"
+                )
+            tasks.append(task)
+        return tasks
 
     def _num_tasks(self, split: Split) -> int | None:
         with self._lock:

@@ -191,6 +191,39 @@ def _updates(c: Config) -> str | None:
     )
 
 
+def _run_name(c: Config) -> str | None:
+    if c.run.name not in (".", ".."):
+        return None
+    return f'"{c.run.name}" is no name of a folder inside run.dir; for example "run"'
+
+
+def _worker_name(c: Config) -> str | None:
+    name = c.worker.name
+    if not name:
+        return None
+    if name.startswith(".") or re.fullmatch(r"(coordinator|origin|learner)(-.*)?", name):
+        return (
+            f'"{name}" begins with a dot or is the name of another part (coordinator, origin, '
+            'learner); for example "w"'
+        )
+    longest = f"{name}-{c.workers.local}"
+    if len(longest) > 64:
+        return (
+            f"the last local worker would be {longest}, of {len(longest)} characters; at most 64 "
+            "are allowed, so give a shorter one"
+        )
+    return None
+
+
+def _stall(c: Config) -> str | None:
+    if c.dispatch.stall_s > c.heartbeat.interval_s:
+        return None
+    return (
+        f"{c.dispatch.stall_s:g} is not above heartbeat.interval_s {c.heartbeat.interval_s:g}: "
+        "a lease would be revoked before its worker can tell of a token; the default is 60"
+    )
+
+
 def _settings(c: Config) -> str | None:
     bad = _not_json(c.environment.settings, "environment.settings")
     if bad is None:
@@ -250,4 +283,7 @@ RULES: Final = (
         _updates,
     ),
     Rule("environment.settings", ("environment.settings",), _settings),
+    Rule("run.name", ("run.name",), _run_name),
+    Rule("worker.name", ("worker.name", "workers.local"), _worker_name),
+    Rule("dispatch.stall_s", ("dispatch.stall_s", "heartbeat.interval_s"), _stall),
 )

@@ -62,7 +62,9 @@ class HttpApi:
     async def _authorize(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if self._token:
             given = request.headers.get("Authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+            # aiohttp hands over bytes that are no UTF-8 as surrogates
+            header = given.encode(errors="surrogateescape")
+            if not hmac.compare_digest(header, f"Bearer {self._token}".encode()):
                 raise web.HTTPUnauthorized(text="a bearer token (http.token) is needed\n")
         return await handler(request)
 

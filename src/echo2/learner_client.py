@@ -117,12 +117,15 @@ class LearnerClient:
         name: str = "learner",
         run_id: str = "",
         environment_version: str = "",
+        connect_timeout_s: float | None = None,
     ) -> None:
+        """`connect_timeout_s`: a coordinator that is away for so long ends the session."""
         self._transport = transport
         self._tasks = tasks
         self._name = name
         self._run_id = run_id
         self._environment_version = environment_version
+        self._connect_timeout_s = connect_timeout_s
         self._client: LearnerClientState | None = None
         self._waiters: dict[object, asyncio.Future[Any]] = {}
         self._evals_done: list[EvalResult] = []
@@ -154,7 +157,7 @@ class LearnerClient:
             environment_version=self._environment_version,
             hello_id=uuid.uuid4().hex,
         )
-        self._client = LearnerClientState(hello)
+        self._client = LearnerClientState(hello, connect_timeout_s=self._connect_timeout_s)
         await self._transport.start(self._on_message, self._failed)
         self._spawn(self._ticks())
         self.waiting = "the coordinator's welcome"
@@ -377,6 +380,8 @@ def _ended_error(kind: str, text: str, finished: bool) -> Echo2Error:
         return FencedError(text)
     if kind == "refused":
         return RefusedError(f"the coordinator refused this learner: {text}")
+    if kind == "lost":
+        return RunEndedError(text, finished=False)
     return RunEndedError(f"the coordinator ended: {text}", finished=finished)
 
 
@@ -542,7 +547,12 @@ class LearnerSession:
         self, config: Config, run_dir: Path, tasks: TaskSource, environment_version: str
     ) -> LearnerClient:
         transport = SocketTransport(config, run_dir)
-        return LearnerClient(transport, tasks=tasks, environment_version=environment_version)
+        return LearnerClient(
+            transport,
+            tasks=tasks,
+            environment_version=environment_version,
+            connect_timeout_s=config.net.connect_timeout_s,
+        )
 
     def start(
         self, *, resume_step: int, digest: str = "", checkpoint_steps: Sequence[int] = ()

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -35,7 +36,8 @@ from echo2.core.events import Event, Persisted, Received, StopRequested, Tick
 from echo2.core.settings import CoordinatorSettings
 from echo2.core.status import status as core_status
 from echo2.embedding import EmbeddedLearner, Tensors
-from echo2.errors import ProtocolError, RemoteProtocolError
+from echo2.errors import ConfigError, ProtocolError, RemoteProtocolError
+from echo2.frames import frames_problem
 from echo2.http_api import HttpApi
 from echo2.learner_client import Batch
 from echo2.ledger.events_log import EventsLog, restore
@@ -46,6 +48,7 @@ from echo2.messages import (
     GroupResult,
     Lane,
     LaneOpened,
+    LeaseFailed,
     Message,
     Refused,
     Role,
@@ -168,13 +171,14 @@ class Coordinator:
     async def _start(self) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._exit.push_async_callback(close_context, self._context)
+        self._exit.enter_context(_only_coordinator_of(self.run_dir))
         restored = restore(self.run_dir / "events.jsonl")
         self.run_id = self._known_run_id()
         self._core = CoordinatorState(settings_of(self.config, self.run_id), restored)
         resolved = self.run_dir / "config.resolved.toml"
         if not resolved.exists():
-            write_whole(resolved, config_to_toml(self.config).encode())
-            resolved.chmod(0o600)  # it may hold a token
+            # It may hold a token.
+            write_whole(resolved, config_to_toml(self.config).encode(), mode=0o600)
         self._log = EventsLog(self.run_dir / "events.jsonl")
         self._log.open()
         self._exit.callback(self._log.close)
@@ -381,6 +385,12 @@ class Coordinator:
         if self._finish is not None and isinstance(message, Goodbye):
             self._left.add(peer)
             self._goodbye.set()
+        if isinstance(message, GroupResult) and (problem := frames_problem(message)):
+            self.refused["frames"] += 1
+            log.warning("result_refused", peer=peer, lease=message.lease, reason=problem)
+            message = LeaseFailed(
+                lease=message.lease, group=message.group, stage="engine", text=problem
+            )
         if not isinstance(message, LaneOpened):
             self.feed(Received(peer, message))
 
@@ -423,6 +433,24 @@ class Coordinator:
             return
         router = self._rollouts if message.LANE is Lane.ROLLOUTS else self._control
         router.send(peer, message)
+
+
+@contextlib.contextmanager
+def _only_coordinator_of(run_dir: Path) -> Iterator[None]:
+    """Two on one folder would hand out the same tasks and mix their records."""
+    with (run_dir / "coordinator.lock").open("a+", encoding="ascii") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ConfigError(
+                f"{run_dir} has a coordinator already (pid {file.read().strip()}); end that one, "
+                "or give another --run-dir"
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
 
 
 def _batch_group(effect: DeliverGroup) -> BatchGroup:

@@ -4,8 +4,8 @@ A message is a MessagePack header `[name, {field: value}]` and one raw frame for
 marked `Frame`, in the order of the class. `decode` checks, in this order and before the next
 step may cost anything: the number of frames, the size of the header, MessagePack within
 limits, the name, the lane, who may send and who may receive it, the number and sizes of the
-raw frames, the fields' names and lengths, and every field against its type. Whatever is wrong is a `RemoteProtocolError`
-with one word as its `reason`; no input raises anything else.
+raw frames, the fields' names and lengths, and every field against its type. Whatever is wrong
+is a `RemoteProtocolError` with one word as its `reason`; no input raises anything else.
 
 The only importer of msgpack. Left to others: who the peer is (`net.router`) and what a valid
 message means (`core`).

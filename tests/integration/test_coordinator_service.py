@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from echo2.config import Config, config_from_mapping
-from echo2.errors import FencedError, RefusedError
+from echo2.errors import ConfigError, FencedError, RefusedError
 from echo2.learner_client import LearnerClient, LearnerSession, SocketTransport
 from echo2.messages import (
     PROTOCOL,
@@ -399,3 +400,57 @@ async def test_a_group_that_is_acknowledged_is_acknowledged_once_more_when_repea
         await worker.wait_until(lambda: len(outcomes()) == 2)
         assert outcomes() == ["accepted", "duplicate"]
         assert any(isinstance(m, WorkerWelcome) for m in worker.received)
+
+
+async def test_a_group_whose_frames_lie_fails_its_lease_and_reaches_no_learner(
+    tmp_path: Path,
+) -> None:
+    class Liar(ScriptedWorker):
+        """Its first group holds a logprob that is no number."""
+
+        lies = 1
+
+        def result(self, lease: LeaseGranted) -> GroupResult:
+            honest = super().result(lease)
+            if not self.lies:
+                return honest
+            self.lies = 0
+            return dataclasses.replace(honest, logprobs=b"\xff" * len(honest.logprobs))
+
+    config = a_config()
+    async with (
+        Coordinator(config, run_dir=tmp_path) as coordinator,
+        a_learner(config, tmp_path) as learner,
+    ):
+        worker = Liar(tmp_path)
+        try:
+            await worker.start()
+            await learner.start(resume_step=0)
+            await steps(learner, 0, 2, 1)
+        finally:
+            await worker.stop()
+        assert coordinator.status()["refused"]["frames"] == 1
+    (failed,) = events(tmp_path, "lease_failed")
+    assert "a behaviour logprob is nan" in str(failed["reason"])
+    ended = events(tmp_path, "group_ended")
+    assert {e["end"] for e in ended} == {"trained"}
+
+
+async def test_a_folder_has_one_coordinator_and_is_free_when_it_ends(tmp_path: Path) -> None:
+    async with Coordinator(a_config(), run_dir=tmp_path):
+        with pytest.raises(ConfigError, match="has a coordinator already"):
+            async with Coordinator(a_config(), run_dir=tmp_path):
+                pass
+    async with Coordinator(a_config(), run_dir=tmp_path):
+        mode = (tmp_path / "config.resolved.toml").stat().st_mode
+        assert mode & 0o077 == 0
+
+
+async def test_a_strange_authorization_header_is_refused_like_any_other(tmp_path: Path) -> None:
+    config = a_config(http={"token": "secret"})
+    async with Coordinator(config, run_dir=tmp_path) as coordinator:
+        host, _, port = coordinator.http_url.removeprefix("http://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nAuthorization: \xff\xfe\r\n\r\n")
+        assert (await reader.readline()).split()[1] == b"401"
+        writer.close()

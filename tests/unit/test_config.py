@@ -333,3 +333,20 @@ def test_every_setting_is_described_or_speaks_for_itself() -> None:
     assert schema["properties"].keys() == Config.model_fields.keys()
     described = schema["$defs"]["StalenessTable"]["properties"]["max"]["description"]
     assert described.startswith("S: most learner steps")
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"run": {"name": ".."}}, "run.name"),
+        ({"worker": {"name": "learner"}}, "name of another part"),
+        ({"worker": {"name": ".w"}}, "begins with a dot"),
+        ({"worker": {"name": "w" * 63}}, "at most 64"),
+        ({"dispatch": {"stall_s": 0.5}}, "not above heartbeat.interval_s 1"),
+    ],
+)
+def test_what_would_fail_only_in_the_run_is_told_before_it(
+    tables: dict[str, Any], said: str
+) -> None:
+    (problem,) = problems_of(tables)
+    assert said in problem

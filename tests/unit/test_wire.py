@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import tracemalloc
+
 import msgpack  # type: ignore[import-untyped]
 import pytest
+from pydantic import TypeAdapter
 
 from echo2 import wire
 from echo2.errors import LocalProtocolError, RemoteProtocolError
@@ -240,3 +243,48 @@ def test_unpack_is_bounded_and_strict() -> None:
 def test_pack_refuses_what_is_not_plain(strange: object) -> None:
     with pytest.raises(LocalProtocolError, match="cannot be packed"):
         wire.pack(strange)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        wire.pack(["Goodbye", {"reason": "", **{f"{i:x}": 0 for i in range(600_000)}}]),
+        wire.pack(["Goodbye", {"reason": "", **{f"{i:x}": 0 for i in range(60_000)}}]),
+        a_header(lease_tokens={f"{i:x}": -1 for i in range(60_000)}),
+        wire.pack(["WorkerHello", {"held": [0] * 4_000_000}]),
+    ],
+    ids=["a map of 600000", "60000 unknown fields", "60000 leases", "4000000 held leases"],
+)
+def test_a_header_of_a_million_mistakes_costs_little(header: bytes) -> None:
+    # Validation would collect each of them: a minute, and gigabytes.
+    tracemalloc.start()
+    try:
+        assert reason_of(header) == "malformed"
+        assert tracemalloc.get_traced_memory()[1] < 128 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_trajectory_of_a_million_wrong_spans_costs_little() -> None:
+    header = wire.pack(["GroupResult", {"trajectories": [{"spans": [0] * 4_000_000}]}])
+    tracemalloc.start()
+    try:
+        assert reason_of(header, b"", b"", b"", lane=Lane.ROLLOUTS) == "malformed"
+        assert tracemalloc.get_traced_memory()[1] < 128 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_reward_whose_square_would_overflow_is_refused() -> None:
+    with pytest.raises(ValueError, match="reward"):
+        TypeAdapter(TrajectoryHeader).validate_python(
+            {
+                "length": 1,
+                "prompt_length": 0,
+                "num_sampled": 1,
+                "reward": 1e300,
+                "finish": "stop",
+                "num_turns": 1,
+                "spans": ({"version": {"incarnation": 1, "step": 0}, "start": 0, "end": 1},),
+            }
+        )

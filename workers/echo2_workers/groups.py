@@ -17,6 +17,7 @@ import structlog
 from echo2 import wire
 from echo2.core.worker_events import Event, GroupDone, GroupFailed
 from echo2.errors import EngineError, EnvironmentError_, LocalProtocolError
+from echo2.frames import frames_problem
 from echo2.messages import GroupResult, LeaseGranted
 from echo2.types import LeaseId
 from echo2_workers.engine import Generated, GenerateRequest
@@ -172,4 +173,7 @@ def _result(granted: LeaseGranted, played: GroupPlayed) -> GroupResult:
         loss_mask=played.loss_mask,
     )
     wire.encode(result)
+    problem = frames_problem(result)
+    if problem:
+        raise ValueError(problem)
     return result

@@ -118,7 +118,7 @@ class RequestRefused:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Nothing more will come. `kind`: fenced, refused, shutdown."""
+    """Nothing more will come. `kind`: fenced, refused, lost, shutdown."""
 
     kind: str
     text: str
@@ -163,6 +163,9 @@ class LearnerClientState:
     newest_published: VersionPublished | None = None
     checkpoint: CheckpointSaved | None = None
     evals: dict[str, EvalRequest] = field(default_factory=dict)
+    connect_timeout_s: float | None = None
+    """A learner that was seated ends after so long without a welcome; None: it never does."""
+    alone_since: float = 0.0
 
     # -------------------------------------------------------------------- requests
 
@@ -221,11 +224,21 @@ class LearnerClientState:
     def tick(self, now: float) -> list[Outcome]:
         """Heartbeats, and asking again what was not answered."""
         if self.state is ClientState.JOINING:
+            limit_s = self.connect_timeout_s
+            if self.incarnation and limit_s is not None and now - self.alone_since > limit_s:
+                self.state = ClientState.CLOSED
+                return [
+                    Ended(
+                        "lost",
+                        f"the coordinator could not be reached for {limit_s:g} s "
+                        "(net.connect_timeout_s); start it again, then the learner with --resume",
+                    )
+                ]
             return self._say_hello(now) if now - self.hello_at >= HELLO_RETRY_S else []
         if self.state is not ClientState.SEATED:
             return []
         if now - self.heard_at > self.silence_max_s:
-            self.state = ClientState.JOINING
+            self.state, self.alone_since = ClientState.JOINING, now
             return self._say_hello(now)
         outcomes: list[Outcome] = []
         if now - self.beat_at >= self.heartbeat_interval_s:
@@ -342,7 +355,7 @@ class LearnerClientState:
             self.state = ClientState.CLOSED
             return [Ended("refused", f"{message.reason}: {message.text}")]
         if message.reason == "unknown_peer" and self.state is ClientState.SEATED:
-            self.state = ClientState.JOINING
+            self.state, self.alone_since = ClientState.JOINING, now
             return self._say_hello(now)
         self.batch_request, self.granted, self.completing = None, None, None
         self.publishing.clear()

@@ -76,7 +76,7 @@ class LearnerDesk:
             return
         seat = state.seat
         repeated = bool(hello.hello_id) and (seat.peer, seat.hello_id) == (peer, hello.hello_id)
-        if repeated and not seat.welcomed:
+        if (hello.incarnation or repeated) and self._is_taking_over:
             return  # the welcome follows when the takeover is durable
         if hello.incarnation or repeated:
             self._reseat(peer)
@@ -102,6 +102,15 @@ class LearnerDesk:
             )
             return
         self._take_over(peer, hello)
+
+    @property
+    def _is_taking_over(self) -> bool:
+        """Is the newest incarnation still being made durable?"""
+        newest = self.state.lineage.incarnation
+        return any(
+            isinstance(record, LearnerRecorded) and record.incarnation == newest
+            for record, _ in self.state.pending.values()
+        )
 
     def _reseat(self, peer: PeerId) -> None:
         """The same learner came back after a lost connection."""

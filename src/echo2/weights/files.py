@@ -45,7 +45,7 @@ def disk_errors(what: str, folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def aside(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
+def aside(folder: Path, *, mode: int = 0o666) -> Iterator[tuple[Path, BinaryIO]]:
     """A new file in `folder`, flushed to the disk at the end for the caller to rename.
 
     If it was not renamed when the context ends, it is removed.
@@ -53,7 +53,8 @@ def aside(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".aside-{os.getpid()}-{next(_serial)}"
     try:
-        with open(path, "xb", buffering=1 << 20) as file:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with open(descriptor, "wb", buffering=1 << 20) as file:
             yield path, file
     finally:
         path.unlink(missing_ok=True)
@@ -64,9 +65,10 @@ def flush(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a small file so that it is whole or not there; it survives a power cut."""
-    with aside(path.parent) as (written, file):
+def write_whole(path: Path, content: bytes, *, mode: int = 0o666) -> None:
+    """Write a small file so that it is whole or not there; it survives a power cut. It has
+    `mode`, less the umask, from its first byte on."""
+    with aside(path.parent, mode=mode) as (written, file):
         file.write(content)
         flush(file)
         os.replace(written, path)

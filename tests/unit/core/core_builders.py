@@ -281,7 +281,9 @@ class Scene:
                 "pending": sorted(state.pending),
                 "stream": (state.stream.next_index, tuple(state.stream.again)),
                 "outstanding": state.stream.outstanding,
-                "evals": {name: asdict(found.result()) for name, found in state.evals.evals.items()},
+                "evals": {
+                    name: asdict(found.result()) for name, found in state.evals.evals.items()
+                },
                 "eval_leases": dict(state.evals.lease_eval),
                 "wanted": state.seat.wanted_step,
                 "silent": state.seat.silent,

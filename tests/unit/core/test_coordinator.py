@@ -66,6 +66,7 @@ def test_a_message_that_no_coordinator_takes_is_refused() -> None:
 
 def test_a_record_that_nobody_waits_for_is_ignored() -> None:
     scene = a_running_scene()
+    scene.tick()
     before = scene.snapshot()
     scene.handle(Persisted(999))
     assert scene.snapshot() == before
@@ -73,6 +74,7 @@ def test_a_record_that_nobody_waits_for_is_ignored() -> None:
 
 def test_a_draining_learner_stays_in_its_seat() -> None:
     scene = a_running_scene()
+    scene.tick()
     before = scene.snapshot()
     scene.receive(LEARNER, Draining(reason="stops soon"))
     assert scene.snapshot() == before
@@ -425,22 +427,21 @@ def test_an_illegal_first_event_still_opens_the_run_once() -> None:
 
 
 def test_a_whole_run_of_three_steps() -> None:
-    scene = a_running_scene(slots=2, tasks=0, tasks_ahead=2)
-    scene.submits(4)
+    scene = Scene(tasks_ahead=3)
+    scene.learner_joins()
+    scene.publishes(0)
+    scene.worker_joins("w-1", slots=2)
+    scene.installs("w-1", V0)
+    scene.submits(6, exhausted=True)
     steps = []
-    while True:
+    for step in range(3):
         effects = scene.wants_batch()
         while not sent(effects, BatchGranted):
             effects = scene.delivers(scene.leases()[0])
         (granted,) = sent(effects, BatchGranted)
-        steps.append((granted.step, len(granted.groups)))
+        steps.append((granted.step, len(granted.groups), granted.last))
         scene.completes()
-        scene.publishes(scene.state.step)
-        scene.installs("w-1", a_version(scene.state.step))
-        if granted.last:
-            break
-        if scene.wanted is not None:
-            count = max(0, 6 - scene.wanted.start)
-            scene.submits(min(count, scene.wanted.count), exhausted=True) if count < 3 else None
-    assert steps == [(0, 2), (1, 2), (2, 2)]
-    assert scene.state.ends["trained"] == 6
+        scene.publishes(step + 1)
+        scene.installs("w-1", a_version(step + 1))
+    assert steps == [(0, 2, False), (1, 2, False), (2, 2, True)]
+    assert scene.state.ends == {"trained": 6}

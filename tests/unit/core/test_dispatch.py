@@ -150,9 +150,7 @@ def test_pacing_names_its_reason() -> None:
     scene.delivers(scene.leases()[0])
     scene.wants_batch()
     assert scene.state.book.num_held == 1
-    assert scene.reason() == (
-        "2 groups would expire by version 1, and the batches 1 to 1 train 1"
-    )
+    assert scene.reason() == ("2 groups would expire by version 1, and the batches 1 to 1 train 1")
 
 
 def test_a_version_whose_groups_would_come_too_late_gets_no_lease() -> None:

@@ -274,3 +274,24 @@ def test_goodbye_closes() -> None:
     client = a_seated_client()
     assert sent(client.close("done", finished=True)) == [Goodbye]
     assert client.state is ClientState.CLOSED
+
+
+def test_a_coordinator_that_stays_away_ends_the_session_with_its_cause() -> None:
+    client = a_seated_client()
+    client.connect_timeout_s = 30.0
+    assert LearnerHello in sent(client.tick(11.0))
+    assert LearnerHello in sent(client.tick(40.0))
+    (ended,) = client.tick(41.5)
+    assert isinstance(ended, Ended)
+    assert ended.kind == "lost"
+    assert "net.connect_timeout_s" in ended.text
+    assert client.tick(42.0) == []
+
+
+def test_a_learner_that_slept_gives_the_coordinator_time_to_answer() -> None:
+    client = a_seated_client()
+    client.connect_timeout_s = 30.0
+    assert LearnerHello in sent(client.tick(10_000.0))
+    assert LearnerHello in sent(client.tick(10_001.0))
+    assert client.received(a_welcome(), 10_001.1)
+    assert client.state is ClientState.SEATED

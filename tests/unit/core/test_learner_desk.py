@@ -299,9 +299,7 @@ def test_tasks_with_a_gap_are_refused() -> None:
     scene = Scene()
     scene.learner_joins()
     with scene.refuses("wrong_tasks", r"numbered from 0 on without a gap, got \[0, 2\]"):
-        scene.receive(
-            LEARNER, TasksSubmitted(incarnation=1, start=0, tasks=(a_task(0), a_task(2)))
-        )
+        scene.receive(LEARNER, TasksSubmitted(incarnation=1, start=0, tasks=(a_task(0), a_task(2))))
 
 
 # ------------------------------------------------------------------------------ batches

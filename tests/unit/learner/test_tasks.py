@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from echo2.errors import EnvironmentError_
+from echo2.errors import ConfigError, EnvironmentError_
 from echo2_learner import tasks as tasks_module
 from echo2_learner.tasks import Tasks
 
@@ -60,6 +60,11 @@ def test_big_tasks_come_in_smaller_answers(monkeypatch: pytest.MonkeyPatch) -> N
 def test_evals_are_the_first_held_out_tasks() -> None:
     assert [task.payload for task in Tasks(Listed()).evals(2)] == ['"eval 0"', '"eval 1"']
     assert len(Tasks(Listed()).evals(100)) == 3
+
+
+def test_evals_that_no_message_can_hold_are_refused_with_the_number_that_fits() -> None:
+    with pytest.raises(ConfigError, match=r"hold \d+ bytes, .* set it to 2 or less"):
+        Tasks(Listed(payload="x" * 2**20)).evals(3)
 
 
 @pytest.mark.parametrize(

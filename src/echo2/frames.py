@@ -1,0 +1,48 @@
+"""The frames of a group result, checked where they arrive: the learner trains on them as
+they are, so one that lies about its mask or holds a number that is none would end the learner.
+
+Pure; what follows from a problem is decided by the caller.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from echo2.messages import GroupResult
+
+LOGPROB_MIN: Final = -700.0
+"""A token of a lower logprob is never sampled, and exp of its negative would overflow."""
+LOGPROB_MAX: Final = 0.01
+"""Above 0 by rounding only."""
+
+
+def frames_problem(result: GroupResult) -> str:
+    """Why the group cannot be trained, whatever its versions and rewards; "" when it can.
+
+    The mask must be 0 or 1, 1 only within the spans and as often as the header says;
+    behaviour logprobs finite numbers that a sampled token can have; token ids not negative.
+    """
+    mask = np.frombuffer(result.loss_mask, np.uint8)
+    logprobs = np.frombuffer(result.logprobs, np.dtype("<f4"))
+    if mask.max() > 1:
+        return f"loss_mask holds {mask.max()}; it is 1 where the policy sampled, else 0"
+    in_range = (logprobs >= LOGPROB_MIN) & (logprobs <= LOGPROB_MAX)
+    if not in_range.all():
+        wrong = logprobs[int(np.argmin(in_range))]
+        return f"a behaviour logprob is {wrong}; {LOGPROB_MIN:g} to {LOGPROB_MAX:g} are allowed"
+    if np.frombuffer(result.token_ids, np.dtype("<i4")).min() < 0:
+        return "a token id is negative"
+    start = 0
+    for index, header in enumerate(result.trajectories):
+        own = mask[start : start + header.length]
+        sampled = int(own.sum())
+        named = sum(int(own[span.start : span.end].sum()) for span in header.spans)
+        if sampled != header.num_sampled or named != sampled:
+            return (
+                f"trajectory {index}: the mask has {sampled} sampled tokens, {named} of them in "
+                f"spans, and the header says {header.num_sampled}"
+            )
+        start += header.length
+    return ""
