@@ -153,11 +153,13 @@ class Coordinator:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self._embedded.stop()
-        if self._finish is None:
-            self.stop("the coordinator is closed")
-        await self._let_workers_leave()
-        await self._exit.aclose()
+        try:
+            await self._embedded.stop()
+            if self._finish is None:
+                self.stop("the coordinator is closed")
+            await self._let_workers_leave()
+        finally:  # also when the records cannot be written any more
+            await self._exit.aclose()
 
     async def _let_workers_leave(self) -> None:
         """Keep the sockets open until every worker has read its Shutdown and said goodbye."""

@@ -112,10 +112,8 @@ MUTANTS = (
     Mutant(
         "a dead version is leased",
         "dispatch.py",
-        "        if not self.state.lineage.is_alive(version):\n"
-        '            self.reason = f"version',
-        "        if version.incarnation < 0:\n"
-        '            self.reason = f"version',
+        '        if not self.state.lineage.is_alive(version):\n            self.reason = f"version',
+        '        if version.incarnation < 0:\n            self.reason = f"version',
     ),
     Mutant(
         "one step after the checkpoint survives",

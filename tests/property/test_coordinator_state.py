@@ -54,6 +54,7 @@ from echo2.types import LeaseId, PeerId, Sampling, Span, Task, TrajectoryHeader,
 WORKERS = [PeerId("w0"), PeerId("w1"), PeerId("w2")]
 LEARNERS = [PeerId("learner"), PeerId("learner-2")]
 NUM_TOKENS = 4
+PARTS = ("durable", "tasks", "publish", "install", "results", "batch", "complete", "checkpoint")
 
 workers = st.sampled_from(WORKERS)
 places = st.integers(0, 10**6)
@@ -150,6 +151,7 @@ class Coordinator(RuleBasedStateMachine):
         filtered=st.booleans(),
         lead=st.sampled_from([None, 0.0, 4.0]),
         partial=st.sampled_from(["train", "drop"]),
+        warm=st.booleans(),
     )
     def begin(
         self,
@@ -162,6 +164,7 @@ class Coordinator(RuleBasedStateMachine):
         filtered: bool,
         lead: float | None,
         partial: Any,
+        warm: bool,
     ) -> None:
         self.run_settings = CoordinatorSettings(
             run_id="r",
@@ -180,6 +183,12 @@ class Coordinator(RuleBasedStateMachine):
         self.core = CoordinatorState(self.run_settings)
         self.checker = Invariants(self.run_settings)
         self.feed(Tick())
+        if warm:
+            self.a_learner_takes_over(LEARNERS[0], 0)
+            for peer in WORKERS[:2]:
+                self.a_worker_joins(peer, 2)
+            for _ in range(3):
+                self.work(set(PARTS) - {"checkpoint"})
 
     # ------------------------------------------------------------------------- helpers
 
@@ -242,6 +251,49 @@ class Coordinator(RuleBasedStateMachine):
 
     def running(self) -> bool:
         return self.core.state.finished is None
+
+    # -------------------------------------------------------------------- what goes well
+
+    @rule(parts=st.sets(st.sampled_from(PARTS), min_size=4), times=st.integers(1, 3))
+    def the_run_goes_on(self, parts: set[str], times: int) -> None:
+        for _ in range(times):
+            self.work(parts)
+
+    @rule(left_out=st.sampled_from(PARTS))
+    def the_run_goes_on_but_for(self, left_out: str) -> None:
+        self.work(set(PARTS) - {left_out})
+
+    def work(self, parts: set[str]) -> None:
+        """Each part of what the peers should do, if it is among `parts`."""
+        if "durable" in parts:
+            self.all_records_become_durable()
+        if "tasks" in parts and self.wanted:
+            self.submit(self.wanted.pop())
+        if "publish" in parts:
+            self.v_is_published()
+        if "durable" in parts:
+            self.all_records_become_durable()
+        for peer in WORKERS if "install" in parts else []:
+            self.a_worker_installs(peer)
+        live = [
+            (peer, granted)
+            for peer, granted in self.granted[-12:]
+            if self.core.state.is_live(granted.lease)
+        ]
+        for peer, granted in live if "results" in parts else []:
+            result = a_result(granted, (granted.version,))
+            self.sent.append((peer, result))
+            self.receive(peer, result)
+        if "durable" in parts:
+            self.all_records_become_durable()
+        if "batch" in parts:
+            self.the_next_batch_is_asked_for()
+        if "complete" in parts and self.batch is not None:
+            self.the_step_is_completed()
+        if "durable" in parts:
+            self.all_records_become_durable()
+        if "checkpoint" in parts:
+            self.a_checkpoint_is_saved(3)
 
     # ------------------------------------------------------------------------- workers
 
@@ -577,23 +629,10 @@ class Coordinator(RuleBasedStateMachine):
         self.now += 1.0
         self.feed(Tick())
         self.the_learner_lives()
-        self.v_is_published()
-        self.all_records_become_durable()
         if WORKERS[0] not in self.core.state.members.workers:
             self.a_worker_joins(WORKERS[0], 3)
-        self.a_worker_installs(WORKERS[0])
-        while self.wanted:
-            self.submit(self.wanted.pop())
-        for peer, granted in self.granted[-12:]:
-            live = self.core.state.is_live(granted.lease)
-            if peer == WORKERS[0] and live:
-                self.receive(peer, a_result(granted, (granted.version,)))
-        self.all_records_become_durable()
-        self.the_next_batch_is_asked_for()
-        if self.batch is not None and self.batch.groups:
-            self.the_step_is_completed()
-            self.batch = None
-            self.all_records_become_durable()
+        self.wanted = self.wanted[-1:]
+        self.work(set(PARTS))
 
 
 TestCoordinator = pytest.mark.timeout(300)(Coordinator.TestCase)

@@ -7,6 +7,7 @@ the file of an earlier coordinator of the same run: incarnations, v, how each gr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections import Counter
@@ -16,7 +17,7 @@ from typing import Any, BinaryIO
 
 from echo2.core.run_state import Restored
 from echo2.core.task_queue import index_of
-from echo2.errors import ConfigError
+from echo2.errors import ConfigError, Echo2Error
 from echo2.types import GroupId, Version
 
 
@@ -41,16 +42,30 @@ class EventsLog:
     def write(self, event: str, fields: dict[str, Any]) -> None:
         assert self._file is not None, "open it first"
         line = {"time": round(time.time(), 6), "event": event, **fields}
-        self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        with self._disk_errors():
+            self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
     def flush(self) -> None:
+        """Echo2Error when the disk does not take it: then no peer may be told."""
         if self._file is not None:
-            self._file.flush()
+            with self._disk_errors():
+                self._file.flush()
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # `flush` told it; the torn line is cut off
+                self._file.close()
             self._file = None
+
+    @contextlib.contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise Echo2Error(
+                f"{self.path} cannot be written ({error.strerror}); free space there, then start "
+                "the coordinator again: what was told to anyone is in the file"
+            ) from error
 
 
 def _cut_torn_line(file: BinaryIO) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from core_builders import a_group, a_header, a_stored_result, a_version
 
-from echo2.core.group import TRANSITIONS, GroupState, StoredResult
+from echo2.core.group import TRANSITIONS, GroupState, StoredResult, transition_table
 from echo2.types import LeaseId, PeerId
 
 V0, V1, V2 = a_version(0), a_version(1), a_version(2)
@@ -56,6 +56,13 @@ def test_a_group_moves_as_the_table_says_and_not_otherwise(
         with pytest.raises(AssertionError, match=f"group g0 cannot go from {before} to {after}"):
             group.move(after)
         assert group.state is before
+
+
+def test_the_printed_table_is_the_one_that_is_followed() -> None:
+    rows = transition_table().splitlines()
+    assert rows[0] == "| state | may become |"
+    assert "| storing | queued, buffered, ended |" in rows
+    assert len(rows) == 2 + len(GroupState)
 
 
 def a_result_of_two() -> StoredResult:

@@ -678,6 +678,22 @@ def test_a_rewind_gives_every_group_its_place() -> None:
     assert scene.state.ends["trained"] == 0
 
 
+def test_a_result_that_is_alive_becomes_durable_across_a_takeover() -> None:
+    scene = a_running_scene(slots=1, groups_per_step=1, tasks=1)
+    scene.delivers(scene.leases()[0], durable=False)
+    scene.learner_joins(0, hello_id="b", durable=False)
+    assert scene.state_of("g0") is GroupState.STORING
+    scene.becomes_durable()
+    assert scene.state_of("g0") is GroupState.BUFFERED
+
+
+def test_a_lease_that_is_alive_goes_on_across_a_takeover() -> None:
+    scene = a_running_scene(slots=1, groups_per_step=1, tasks=1)
+    (lease,) = scene.leases()
+    assert not sent(scene.learner_joins(0, hello_id="b"), LeaseRevoked)
+    assert scene.leases() == [lease]
+
+
 def test_a_returned_group_ends_once_more() -> None:
     scene, _ = a_rewound_scene()
     scene.becomes_durable()

@@ -636,6 +636,16 @@ def test_a_late_result_that_has_expired_is_superseded() -> None:
     assert scene.state_of("g0") is GroupState.QUEUED
 
 
+def test_with_wait_a_result_past_its_expiry_is_queued_again_without_blame() -> None:
+    scene = a_running_scene(slots=1, tasks=1, groups_per_step=1, staleness_max=0)
+    scene.state.step = 1
+    acknowledged = the_acknowledgement(scene.delivers(scene.leases()[0]))
+    assert acknowledged.outcome == "superseded"
+    group = scene.group("g0")
+    assert (group.state, group.attempts) == (GroupState.QUEUED, 0)
+    assert group.last_reason.startswith("sampled by version 0, window is [1, 1]")
+
+
 # ------------------------------------------------------------------- late = drop, mask
 
 
@@ -669,6 +679,17 @@ def test_with_mask_a_result_with_just_enough_tokens_in_the_window_is_taken() -> 
     effects = scene.delivers(lease, V0, V0, V1)
     assert the_acknowledgement(effects).outcome == "accepted"
     assert scene.state_of("g0") is GroupState.BUFFERED
+
+
+def test_with_drop_a_result_that_expires_while_it_is_stored_ends_expired() -> None:
+    scene = a_running_scene(slots=1, tasks=1, groups_per_step=1, staleness_max=0, late="drop")
+    scene.delivers(scene.leases()[0], durable=False)
+    scene.state.step = 1
+    effects = scene.becomes_durable()
+    assert the_acknowledgement(effects).outcome == "accepted"
+    (ended,) = emitted(effects, "group_ended")
+    assert (ended["end"], ended["trained_at"]) == ("expired", None)
+    assert ended["reason"].startswith("sampled by version 0, window is [1, 1]")
 
 
 # ----------------------------------------------------------------------- failed leases
@@ -789,6 +810,14 @@ def test_a_failed_eval_lease_is_granted_again_a_bounded_number_of_times() -> Non
     (ended,) = emitted(scene.fails(lease), "eval_ended")
     assert (ended["num_done"], ended["num_asked"]) == (0, 1)
     assert ended["reason"] == "1 of 1 not done: boom"
+
+
+def test_the_failure_of_another_workers_eval_lease_changes_nothing() -> None:
+    scene, lease = an_eval(workers=("w-1", "w-2"))
+    other = "w-2" if scene.grantee[lease] == "w-1" else "w-1"
+    scene.fails(lease, by=other)
+    assert list(scene.state.evals.lease_eval) == [lease]
+    assert scene.state.evals.evals["e"].attempts == {}
 
 
 def test_a_restored_coordinator_calls_results_of_its_earlier_life_superseded() -> None:

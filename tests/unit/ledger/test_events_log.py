@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from echo2.errors import ConfigError
+from echo2.errors import ConfigError, Echo2Error
 from echo2.ledger.events_log import EventsLog, read_events, restore
 from echo2.types import Version
 
@@ -98,3 +98,17 @@ def test_incarnations_ends_and_the_data_position_are_restored(tmp_path: Path) ->
     assert restored.kept == (1,)
     assert restored.published == ((Version(1, 0), "d"),)
     assert restored.ends == {"trained": 2, "failed": 1}
+
+
+def test_a_full_disk_is_told_in_one_sentence_and_the_log_still_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = EventsLog(tmp_path / "events.jsonl")
+    log.open()
+    log.write("run_started", {})
+    log.flush()
+    monkeypatch.setattr(log, "_file", open("/dev/full", "ab"))  # noqa: SIM115 closed by the log
+    log.write("run_finished", {})
+    with pytest.raises(Echo2Error, match=r"cannot be written \(No space left on device\)"):
+        log.flush()
+    log.close()
