@@ -140,6 +140,7 @@ class Publisher:
             origin=origin["endpoint"],
             origin_key=origin["public_key"],
             final=final,
+            vocab_size=self.policy.vocab_size,
             probe_length=PROBE_LENGTH,
             probe_tokens=self._probe_tokens.to(torch.int32).numpy().tobytes(),
             probe_logprobs=probe.numpy().tobytes(),

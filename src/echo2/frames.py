@@ -18,11 +18,12 @@ LOGPROB_MAX: Final = 0.01
 """Above 0 by rounding only."""
 
 
-def frames_problem(result: GroupResult) -> str:
+def frames_problem(result: GroupResult, *, vocab_size: int = 0) -> str:
     """Why the group cannot be trained, whatever its versions and rewards; "" when it can.
 
     The mask must be 0 or 1, 1 only within the spans and as often as the header says;
-    behaviour logprobs finite numbers that a sampled token can have; token ids not negative.
+    behaviour logprobs finite numbers that a sampled token can have; token ids in
+    [0, vocab_size), where that is known (not 0).
     """
     mask = np.frombuffer(result.loss_mask, np.uint8)
     logprobs = np.frombuffer(result.logprobs, np.dtype("<f4"))
@@ -32,8 +33,11 @@ def frames_problem(result: GroupResult) -> str:
     if not in_range.all():
         wrong = logprobs[int(np.argmin(in_range))]
         return f"a behaviour logprob is {wrong}; {LOGPROB_MIN:g} to {LOGPROB_MAX:g} are allowed"
-    if np.frombuffer(result.token_ids, np.dtype("<i4")).min() < 0:
+    token_ids = np.frombuffer(result.token_ids, np.dtype("<i4"))
+    if token_ids.min() < 0:
         return "a token id is negative"
+    if vocab_size and token_ids.max() >= vocab_size:
+        return f"a token id is {token_ids.max()}; the policy's vocabulary has {vocab_size}"
     start = 0
     for index, header in enumerate(result.trajectories):
         own = mask[start : start + header.length]

@@ -491,7 +491,9 @@ class StepAcknowledged(Message):
 @message(_C, "learner", "coordinator")
 class VersionPublished(Message):
     """The origin serves `version` (its step is v). Frames as in VersionAnnounced. `final`:
-    the last of the run, for which the period κ need not have passed."""
+    the last of the run, for which the period κ need not have passed. `vocab_size`: token
+    ids are below it; 0 when the publisher has no model.
+    """
 
     version: Version
     manifest_digest: Digest
@@ -500,6 +502,7 @@ class VersionPublished(Message):
     origin: Endpoint
     origin_key: ServerKey
     final: bool = False
+    vocab_size: Count = 0
     probe_length: Annotated[int, Field(ge=0, le=8192)] = 0
     probe_tokens: SmallFrame = b""
     probe_logprobs: SmallFrame = b""

@@ -52,6 +52,7 @@ from echo2.messages import (
     Message,
     Refused,
     Role,
+    VersionPublished,
 )
 from echo2.metrics import CoordinatorMetrics
 from echo2.net.auth import AllowList, Authenticator, KeyPair, load_or_create_key
@@ -133,6 +134,7 @@ class Coordinator:
         self._events: deque[Event] = deque()
         self._handling = False
         self._left: set[PeerId] = set()
+        self._vocab_size = 0
         self._goodbye = asyncio.Event()
         self._local: Callable[[Message], None] | None = None
         self._exit = contextlib.AsyncExitStack()
@@ -387,7 +389,11 @@ class Coordinator:
         if self._finish is not None and isinstance(message, Goodbye):
             self._left.add(peer)
             self._goodbye.set()
-        if isinstance(message, GroupResult) and (problem := frames_problem(message)):
+        if isinstance(message, VersionPublished):
+            self._vocab_size = message.vocab_size
+        if isinstance(message, GroupResult) and (
+            problem := frames_problem(message, vocab_size=self._vocab_size)
+        ):
             self.refused["frames"] += 1
             log.warning("result_refused", peer=peer, lease=message.lease, reason=problem)
             message = LeaseFailed(

@@ -139,6 +139,7 @@ class Coordinator(RuleBasedStateMachine):
         self.batch: BatchGranted | None = None
         self.checkpoints: list[int] = []
         self.num_hellos = 0
+        self.ending = False
         self.last_hello: tuple[PeerId, LearnerHello] | None = None
 
     @initialize(
@@ -197,7 +198,8 @@ class Coordinator(RuleBasedStateMachine):
         try:
             effects = self.core.handle(event, self.now + self.offset)
         except RemoteProtocolError as error:
-            note(f"refused: {error}")
+            if not self.ending:
+                note(f"refused: {error}")
             assert self.frozen() == before, "a refused message changed something"
             return
         self.checker.observe(event, effects, self.core.state)
@@ -607,6 +609,7 @@ class Coordinator(RuleBasedStateMachine):
         """Whatever happened: the run can go on, and then it ends clean."""
         if not hasattr(self, "core") or not self.running():
             return
+        self.ending = True
         self.all_records_become_durable()
         self.now += 1e6
         self.offset = max(self.offset, 0.0)

@@ -51,3 +51,10 @@ def test_an_honest_group_has_no_problem() -> None:
 )
 def test_what_would_end_the_learner_is_told(changes: dict[str, object], said: str) -> None:
     assert said in frames_problem(a_result(**changes))  # type: ignore[arg-type]
+
+
+def test_a_token_outside_the_vocabulary_is_told_where_the_vocabulary_is_known() -> None:
+    assert frames_problem(a_result(), vocab_size=8) == ""
+    assert "a token id is 7; the policy's vocabulary has 7" in frames_problem(
+        a_result(), vocab_size=7
+    )

@@ -78,6 +78,13 @@ class LearnerDesk:
         repeated = bool(hello.hello_id) and (seat.peer, seat.hello_id) == (peer, hello.hello_id)
         if (hello.incarnation or repeated) and self._is_taking_over:
             return  # the welcome follows when the takeover is durable
+        if hello.incarnation and seat.peer not in (None, peer):
+            state.refuse(
+                peer,
+                "seat",
+                f"incarnation {current} is {seat.peer}, not {peer}; start it again with --resume",
+            )
+            return
         if hello.incarnation or repeated:
             self._reseat(peer)
             return
@@ -515,7 +522,7 @@ class LearnerDesk:
         state = self.state
         if message.step < max(state.history.kept):
             return  # overtaken by a later one
-        if any(step > state.step for step in message.kept) or not message.kept:
+        if any(step > state.step for step in message.kept) or message.step not in message.kept:
             raise RemoteProtocolError(
                 f"checkpoints of steps {list(message.kept)} were kept, v is {state.step}",
                 reason="wrong_step",

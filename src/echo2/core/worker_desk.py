@@ -79,6 +79,7 @@ class WorkerDesk:
                 state.lose_lease(lease, f"{peer} came back without it", counted=True, tell=False)
         for eval_lease in state.evals.leases_of(peer):
             if eval_lease.id in held:
+                eval_lease.progressed_at = state.now
                 alive.append(eval_lease.id)
             else:
                 state.evals.give_back(eval_lease.id, f"{peer} came back without it")
@@ -208,10 +209,7 @@ class WorkerDesk:
         announced_at = state.published_at.get(message.version)
         if not first and announced_at is not None:
             state.bcast_s.add(state.now - announced_at)
-        for lease in state.evals.leases_of(peer):
-            found = state.evals.of_lease(lease.id)
-            if found is not None and found.version != message.version:
-                state.lose_eval_lease(lease, f"{peer} serves {message.version} now", tell=True)
+        self._give_back_other_evals(worker)
         state.emit(
             "version_installed",
             worker=peer,
@@ -233,6 +231,7 @@ class WorkerDesk:
         worker.installed = serving if serving in state.lineage.published else None
         if worker.installed is None and worker.state is WorkerState.READY:
             worker.state = WorkerState.SYNCING
+        self._give_back_other_evals(worker)
         state.emit(
             "install_failed",
             worker=peer,
@@ -241,6 +240,15 @@ class WorkerDesk:
             stage=message.stage,
             text=message.text,
         )
+
+    def _give_back_other_evals(self, worker: Worker) -> None:
+        """Evals are pinned: what the worker serves no more, it cannot evaluate."""
+        state = self.state
+        for lease in state.evals.leases_of(worker.peer):
+            found = state.evals.of_lease(lease.id)
+            if found is not None and found.version != worker.installed:
+                text = f"{worker.peer} serves {worker.installed or 'no version'} now"
+                state.lose_eval_lease(lease, text, tell=True)
 
     # --------------------------------------------------------------------- results
 
@@ -431,7 +439,8 @@ class WorkerDesk:
             stage=message.stage,
             reason=message.text,
         )
-        state.lose_lease(lease, reason, counted=message.stage != "draining", tell=False)
+        leaves = message.stage == "draining" and worker.state is WorkerState.DRAINING
+        state.lose_lease(lease, reason, counted=not leaves, tell=False)
 
     # --------------------------------------------------------------------- helpers
 
