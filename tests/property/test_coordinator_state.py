@@ -261,12 +261,18 @@ class Coordinator(RuleBasedStateMachine):
         for _ in range(times):
             self.work(parts)
 
+    @rule(slow=workers, times=st.integers(1, 4))
+    def the_run_goes_on_with_a_slow_worker(self, slow: PeerId, times: int) -> None:
+        for _ in range(times):
+            self.work(set(PARTS), slow=slow)
+
     @rule(left_out=st.sampled_from(PARTS))
     def the_run_goes_on_but_for(self, left_out: str) -> None:
         self.work(set(PARTS) - {left_out})
 
-    def work(self, parts: set[str]) -> None:
-        """Each part of what the peers should do, if it is among `parts`."""
+    def work(self, parts: set[str], *, slow: PeerId | None = None) -> None:
+        """Each part of what the peers should do, if it is among `parts`; no result yet of
+        `slow`."""
         if "durable" in parts:
             self.all_records_become_durable()
         if "tasks" in parts and self.wanted:
@@ -280,7 +286,7 @@ class Coordinator(RuleBasedStateMachine):
         live = [
             (peer, granted)
             for peer, granted in self.granted[-12:]
-            if self.core.state.is_live(granted.lease)
+            if self.core.state.is_live(granted.lease) and peer != slow
         ]
         for peer, granted in live if "results" in parts else []:
             result = a_result(granted, (granted.version,))
@@ -614,6 +620,7 @@ class Coordinator(RuleBasedStateMachine):
         self.now += 1e6
         self.offset = max(self.offset, 0.0)
         self.feed(Tick())
+        self.checkpoints = list(self.core.state.history.kept)
         self.a_learner_takes_over(LEARNERS[0], -1)
         self.all_records_become_durable()
         begin, exhausted = self.step, self.core.state.stream.exhausted_at is not None
