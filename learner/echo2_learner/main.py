@@ -7,7 +7,7 @@ from pathlib import Path
 
 from echo2.config import load_config
 from echo2.errors import FencedError, RunEndedError
-from echo2.learner_client import LearnerSession
+from echo2.learner_session import LearnerSession
 from echo2_learner.loop import train
 from echo2_learner.parts import Parts, build
 from echo2_learner.session import Session

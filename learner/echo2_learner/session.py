@@ -1,6 +1,6 @@
 """What the learner needs from its session with the coordinator, as protocols.
 
-`echo2.learner_client.LearnerSession` is the session of production.
+`echo2.learner_session.LearnerSession` is the session of production.
 """
 
 from __future__ import annotations

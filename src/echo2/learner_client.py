@@ -1,34 +1,25 @@
-"""The learner's connection to the coordinator: a client for asyncio, a session that blocks.
+"""The learner's connection to the coordinator, for asyncio.
 
 `LearnerClient` is the shell around `core.learner_client` over any transport: sockets for a
 learner process, a mailbox in memory for a program that embeds the coordinator. Every call
 is a request that is asked until it is answered; each has a deadline or says, once a change,
 what it waits for.
 
-`LearnerSession` runs a client on an event loop in a thread of its own, so that heartbeats
-and tasks go on while the learner computes.
+`learner_session.LearnerSession` blocks on it; `learner_transport` carries it over sockets.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
-import json
-import os
-import threading
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 import structlog
 
 import echo2
-from echo2.config import Config
 from echo2.core.learner_client import (
     BatchReady,
     Ended,
@@ -57,18 +48,12 @@ from echo2.messages import (
     BatchGroup,
     EvalRequest,
     EvalResult,
-    Lane,
-    LaneOpened,
     LearnerHello,
     LearnerWelcome,
     Message,
-    Role,
     TasksSubmitted,
     VersionPublished,
 )
-from echo2.net.auth import AllowList, load_or_create_key
-from echo2.net.dealer import Connection, Dealer
-from echo2.net.sockets import close_context, make_context
 from echo2.types import Sampling, Task, Version
 
 log = structlog.get_logger()
@@ -383,235 +368,3 @@ def _ended_error(kind: str, text: str, finished: bool) -> Echo2Error:
     if kind == "lost":
         return RunEndedError(text, finished=False)
     return RunEndedError(f"the coordinator ended: {text}", finished=finished)
-
-
-class SocketTransport:
-    """Two DEALERs to the coordinator. Its addresses come from RUN/coordinator.json or [net].
-
-    The key is RUN/keys/NAME.key; NAME is "learner", or "learner-2" and so on while another
-    process of this machine holds that name. A coordinator that moved is found again.
-    """
-
-    def __init__(self, config: Config, run_dir: Path) -> None:
-        self._config = config
-        self._run_dir = run_dir
-        self._keys_dir = Path(config.net.keys_dir) if config.net.keys_dir else run_dir / "keys"
-        self._context = make_context()
-        self._dealers: dict[Lane, Dealer] = {}
-        self._tasks: list[asyncio.Task[None]] = []
-        self._address: tuple[str, str, str] | None = None
-        self._on_message: Callable[[Message], None] | None = None
-        self._on_failure: Callable[[BaseException], None] | None = None
-        self._name, self._lock = self._take_name()
-
-    def _take_name(self) -> tuple[str, int]:
-        self._keys_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for number in range(1, 1000):
-            name = "learner" if number == 1 else f"learner-{number}"
-            lock = os.open(self._keys_dir / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(lock)
-                continue
-            return name, lock
-        raise LearnerError(f"999 learners hold a name in {self._keys_dir}; end some of them")
-
-    def _find(self) -> tuple[str, str, str] | None:
-        """(control, rollouts, key), or None while there is no coordinator."""
-        net = self._config.net
-        if net.coordinator:
-            return net.coordinator, net.coordinator_rollouts, net.coordinator_key
-        try:
-            record = json.loads((self._run_dir / "coordinator.json").read_text())
-        except FileNotFoundError:
-            return None
-        return record["control"], record["rollouts"], record["public_key"]
-
-    async def start(
-        self, on_message: Callable[[Message], None], on_failure: Callable[[BaseException], None]
-    ) -> None:
-        self._on_message, self._on_failure = on_message, on_failure
-        deadline = time.monotonic() + self._config.net.connect_timeout_s
-        while (address := self._find()) is None:
-            if time.monotonic() > deadline:
-                raise WaitTimeoutError(
-                    f"no {self._run_dir / 'coordinator.json'} after "
-                    f"{self._config.net.connect_timeout_s:g} s; start the coordinator first"
-                )
-            await asyncio.sleep(TICK_S)
-        await self._connect(address)
-        self._own(self._follow())
-
-    async def _connect(self, address: tuple[str, str, str]) -> None:
-        self._address = address
-        control, rollouts, server_key = address
-        keys = None
-        if self._config.net.curve:
-            keys = load_or_create_key(self._keys_dir / f"{self._name}.key")
-            if not self._config.net.coordinator:
-                allow_list = AllowList(self._keys_dir / "authorized")
-                if allow_list.name_of(keys.public) != self._name:
-                    allow_list.authorize(self._name, keys.public)
-        for lane, endpoint in ((Lane.CONTROL, control), (Lane.ROLLOUTS, rollouts)):
-            dealer = Dealer(
-                self._context,
-                lane=lane,
-                role=Role.LEARNER,
-                endpoint=endpoint,
-                server_key=server_key,
-                keys=keys,
-                name=self._name,
-                greeting=LaneOpened if lane is Lane.ROLLOUTS else None,
-            )
-            await dealer.start()
-            self._dealers[lane] = dealer
-            self._own(self._receive(dealer))
-
-    def _own(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(coroutine)
-        self._tasks.append(task)
-        task.add_done_callback(self._task_ended)
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        if self._on_failure is not None:
-            self._on_failure(error)
-
-    async def _receive(self, dealer: Dealer) -> None:
-        assert self._on_message is not None
-        while True:
-            message = await dealer.receive()
-            self._on_message(message)
-
-    async def _follow(self) -> None:
-        """Dial anew when the coordinator came back under another address."""
-        while True:
-            await asyncio.sleep(1.0)
-            if all(d.state is Connection.CONNECTED for d in self._dealers.values()):
-                continue
-            address = self._find()
-            if address is not None and address != self._address:
-                log.info("coordinator_moved", control=address[0])
-                await self._disconnect()
-                await self._connect(address)
-
-    async def _disconnect(self) -> None:
-        current = asyncio.current_task()
-        stopped = [task for task in self._tasks if task is not current]
-        self._tasks = [task for task in self._tasks if task is current]
-        for task in stopped:
-            task.cancel()
-        await asyncio.gather(*stopped, return_exceptions=True)
-        dealers, self._dealers = self._dealers, {}
-        for dealer in dealers.values():
-            await dealer.stop()
-
-    async def stop(self) -> None:
-        await self._disconnect()
-        await close_context(self._context)
-        with contextlib.suppress(OSError):
-            os.close(self._lock)
-
-    def send(self, message: Message) -> None:
-        dealer = self._dealers.get(message.LANE)
-        if dealer is None or dealer.state is not Connection.CONNECTED:
-            return  # asked again after the next welcome
-        if not dealer.send(message):
-            log.warning("message_dropped", message=type(message).__name__, lane=message.LANE)
-
-
-class LearnerSession:
-    """The blocking facade of a learner process. Calls come from one thread.
-
-    Each call may raise FencedError (a newer learner took over), RefusedError,
-    RunEndedError (the coordinator ended) or WaitTimeoutError.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        run_dir: Path,
-        *,
-        tasks: TaskSource,
-        environment_version: str = "",
-    ) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run_loop, name="learner-session", daemon=True)
-        self._thread.start()
-        self._timeout_s = config.net.connect_timeout_s
-        self._client = self._call(self._make(config, Path(run_dir), tasks, environment_version))
-
-    async def _make(
-        self, config: Config, run_dir: Path, tasks: TaskSource, environment_version: str
-    ) -> LearnerClient:
-        transport = SocketTransport(config, run_dir)
-        return LearnerClient(
-            transport,
-            tasks=tasks,
-            environment_version=environment_version,
-            connect_timeout_s=config.net.connect_timeout_s,
-        )
-
-    def start(
-        self, *, resume_step: int, digest: str = "", checkpoint_steps: Sequence[int] = ()
-    ) -> LearnerWelcome:
-        return self._call(
-            self._client.start(
-                resume_step=resume_step,
-                digest=digest,
-                checkpoint_steps=checkpoint_steps,
-                timeout_s=self._timeout_s,
-            )
-        )
-
-    def next_batch(self, step: int) -> Batch | None:
-        """None when the data is exhausted."""
-        return self._call(self._client.next_batch(step))
-
-    def complete(
-        self, step: int, *, train_s: float, wait_s: float, mismatch: dict[str, float]
-    ) -> None:
-        self._call(self._client.complete(step, train_s=train_s, wait_s=wait_s, mismatch=mismatch))
-
-    def publish(self, message: VersionPublished) -> int:
-        return self._call(self._client.publish(message))
-
-    def checkpoint_saved(self, step: int, kept: Sequence[int]) -> None:
-        self._call(self._client.checkpoint_saved(step, kept))
-
-    def evaluate(
-        self, version: Version, tasks: Sequence[Task], sampling: Sampling, group_size: int
-    ) -> str:
-        return self._call(self._client.evaluate(version, tasks, sampling, group_size))
-
-    def poll_evals(self) -> list[EvalResult]:
-        return self._call(self._client.poll_evals())
-
-    def wait_eval(self, eval_id: str, timeout_s: float) -> EvalResult:
-        return self._call(self._client.wait_eval(eval_id, timeout_s))
-
-    def say(self, text: str) -> None:
-        """What the learner does now, for `echo2 status`."""
-        self._loop.call_soon_threadsafe(self._client.say, text)
-
-    def close(self, reason: str, *, finished: bool) -> None:
-        """Say goodbye; the session cannot be used afterwards."""
-        self._call(self._client.close(reason, finished=finished))
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=10.0)
-        self._loop.close()
-
-    def _run_loop(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-
-    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run on the session's loop and wait; an interrupt cancels what was waited for."""
-        future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        except KeyboardInterrupt:
-            future.cancel()
-            raise

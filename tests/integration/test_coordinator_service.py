@@ -16,7 +16,9 @@ import pytest
 
 from echo2.config import Config, config_from_mapping
 from echo2.errors import ConfigError, FencedError, RefusedError
-from echo2.learner_client import LearnerClient, LearnerSession, SocketTransport
+from echo2.learner_client import LearnerClient
+from echo2.learner_session import LearnerSession
+from echo2.learner_transport import SocketTransport
 from echo2.messages import (
     PROTOCOL,
     GroupAcknowledged,
