@@ -8,140 +8,37 @@ must be able to train two more steps.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, note, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from echo2.core.coordinator import CoordinatorState
-from echo2.core.effects import DeliverGroup, Effect, Persist, Send
-from echo2.core.events import Event, Persisted, Received, Tick
-from echo2.core.group import GroupState
+from echo2.core.events import Persisted, Tick
 from echo2.core.settings import CoordinatorSettings
 from echo2.core.status import status
-from echo2.errors import RemoteProtocolError
 from echo2.messages import (
-    BatchGranted,
     BatchRequest,
-    CheckpointSaved,
     Draining,
     EvalRequest,
     Goodbye,
-    GroupResult,
     Heartbeat,
     InstallFailed,
     LearnerHeartbeat,
     LearnerHello,
-    LearnerWelcome,
     LeaseFailed,
-    LeaseGranted,
-    Message,
-    StepCompleted,
-    TasksSubmitted,
-    TasksWanted,
-    VersionAnnounced,
-    VersionInstalled,
-    VersionPublished,
-    WorkerHello,
 )
-from echo2.sim.invariants import Invariants
-from echo2.sim.learner import digest_of
-from echo2.types import LeaseId, PeerId, Sampling, Span, Task, TrajectoryHeader, Version
+from echo2.types import PeerId, Sampling, Task, Version
 
-WORKERS = [PeerId("w0"), PeerId("w1"), PeerId("w2")]
-LEARNERS = [PeerId("learner"), PeerId("learner-2")]
-NUM_TOKENS = 4
-PARTS = ("durable", "tasks", "publish", "install", "results", "batch", "complete", "checkpoint")
+from .coordinator_driver import LEARNERS, PARTS, WORKERS, Driver, a_result, recount
 
 workers = st.sampled_from(WORKERS)
 places = st.integers(0, 10**6)
 """An index into a list of any length: taken modulo it."""
 
 
-def a_result(
-    granted: LeaseGranted,
-    versions: tuple[Version, ...],
-    *,
-    rewards: tuple[float, ...] = (0.0, 1.0),
-    extra: int = 0,
-) -> GroupResult:
-    """A group sampled by `versions`, one after the other, in equal parts."""
-    size = granted.group_size + extra
-    cuts = [1 + NUM_TOKENS * i // len(versions) for i in range(len(versions) + 1)]
-    spans = tuple(Span(v, cuts[i], cuts[i + 1]) for i, v in enumerate(versions))
-    trajectories = tuple(
-        TrajectoryHeader(1 + NUM_TOKENS, 1, NUM_TOKENS, rewards[i % len(rewards)], "stop", 1, spans)
-        for i in range(size)
-    )
-    total = size * (1 + NUM_TOKENS)
-    return GroupResult(
-        lease=granted.lease,
-        group=granted.group,
-        attempt=granted.attempt,
-        trajectories=trajectories,
-        generate_s=1.0,
-        environment_s=0.0,
-        token_ids=bytes(4 * total),
-        logprobs=bytes(4 * total),
-        loss_mask=bytes(total),
-    )
-
-
-def recount(core: CoordinatorState) -> None:
-    """The book's counts are those of its groups."""
-    book, evals = core.state.book, core.state.evals
-    held: Counter[int] = Counter()
-    out: Counter[int] = Counter()
-    buffered: dict[int, set[str]] = {}
-    for group in book.groups.values():
-        if group.state in (GroupState.LEASED, GroupState.STORING, GroupState.BUFFERED):
-            expiry = book.expiry(group)
-            held[expiry] += 1
-            if group.state is GroupState.BUFFERED:
-                buffered.setdefault(expiry, set()).add(group.id)
-            else:
-                out[expiry] += 1
-        assert (group.lease is not None) == (group.state is GroupState.LEASED)
-    assert held == book.held_by_expiry
-    assert out == book.leased_by_expiry
-    assert buffered == {expiry: set(groups) for expiry, groups in book.buffered.items()}
-    queued = {g.id for g in book.groups.values() if g.state is GroupState.QUEUED}
-    assert len(book.queue) == len(queued)
-    assert set(book.queue) == queued
-    assert book.queue_bytes == sum(len(book.groups[g].task.payload) for g in book.queue)
-    leased = {g.lease.id for g in book.groups.values() if g.lease is not None}
-    assert leased == set(book.leases)
-    by_worker: dict[str, set[str]] = {}
-    for lease in book.leases.values():
-        by_worker.setdefault(lease.worker, set()).add(lease.id)
-    assert by_worker == book.leases_by_worker
-    assert Counter(lease.worker for e in evals.evals.values() for lease in e.leases.values()) == (
-        evals.by_worker
-    )
-
-
-class Coordinator(RuleBasedStateMachine):
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-        self.offset = 0.0
-        self.granted: list[tuple[PeerId, LeaseGranted]] = []
-        self.sent: list[tuple[PeerId, GroupResult]] = []
-        self.announced: dict[PeerId, VersionAnnounced] = {}
-        self.installed: dict[PeerId, Version] = {}
-        self.pending: list[int] = []
-        self.wanted: list[TasksWanted] = []
-        self.welcome: LearnerWelcome | None = None
-        self.learner = LEARNERS[0]
-        self.batch: BatchGranted | None = None
-        self.checkpoints: list[int] = []
-        self.num_hellos = 0
-        self.ending = False
-        self.last_hello: tuple[PeerId, LearnerHello] | None = None
-
+class Coordinator(Driver):
     @initialize(
         staleness_max=st.integers(0, 4),
         late=st.sampled_from(["wait", "drop", "mask"]),
@@ -167,7 +64,7 @@ class Coordinator(RuleBasedStateMachine):
         partial: Any,
         warm: bool,
     ) -> None:
-        self.run_settings = CoordinatorSettings(
+        run_settings = CoordinatorSettings(
             run_id="r",
             staleness_max=staleness_max,
             late=late,
@@ -181,78 +78,13 @@ class Coordinator(RuleBasedStateMachine):
             no_worker_timeout_s=1e8,
             learner_timeout_s=1e8,
         )
-        self.core = CoordinatorState(self.run_settings)
-        self.checker = Invariants(self.run_settings)
-        self.feed(Tick())
+        self.start(run_settings)
         if warm:
-            self.a_learner_takes_over(LEARNERS[0], 0)
+            self.take_over(LEARNERS[0], 0)
             for peer in WORKERS[:2]:
                 self.a_worker_joins(peer, 2)
             for _ in range(3):
                 self.work(set(PARTS) - {"checkpoint"})
-
-    # ------------------------------------------------------------------------- helpers
-
-    def feed(self, event: Event) -> None:
-        before = self.frozen()
-        try:
-            effects = self.core.handle(event, self.now + self.offset)
-        except RemoteProtocolError as error:
-            if not self.ending:
-                note(f"refused: {error}")
-            assert self.frozen() == before, "a refused message changed something"
-            return
-        self.checker.observe(event, effects, self.core.state)
-        for effect in effects:
-            self.carry_out(effect)
-
-    def frozen(self) -> Any:
-        state = self.core.state
-        return (
-            state.step,
-            list(state.lineage.starts),
-            dict(state.lineage.published),
-            [(g.id, g.state, g.attempts) for g in state.book.groups.values()],
-            list(state.pending),
-            state.stream.next_index,
-            state.stream.outstanding,
-            sorted(state.members.workers),
-            [(e, len(found.leases)) for e, found in state.evals.evals.items()],
-            state.seat.wanted_step,
-        )
-
-    def receive(self, peer: PeerId, message: Message) -> None:
-        self.feed(Received(peer, message))
-
-    def carry_out(self, effect: Effect) -> None:
-        match effect:
-            case Persist(record_id):
-                self.pending.append(record_id)
-            case Send(peer, LeaseGranted() as granted):
-                self.granted.append((peer, granted))
-            case Send(peer, VersionAnnounced() as announced):
-                self.announced[peer] = announced
-            case Send(_, TasksWanted() as wanted):
-                self.wanted.append(wanted)
-            case Send(_, LearnerWelcome() as welcome):
-                self.welcome = welcome
-            case Send(_, BatchGranted() as batch):
-                self.batch = batch
-            case DeliverGroup() | Send():
-                pass
-            case _:
-                pass
-
-    @property
-    def incarnation(self) -> int:
-        return self.core.state.lineage.incarnation
-
-    @property
-    def step(self) -> int:
-        return self.core.state.step
-
-    def running(self) -> bool:
-        return self.core.state.finished is None
 
     # -------------------------------------------------------------------- what goes well
 
@@ -270,39 +102,6 @@ class Coordinator(RuleBasedStateMachine):
     def the_run_goes_on_but_for(self, left_out: str) -> None:
         self.work(set(PARTS) - {left_out})
 
-    def work(self, parts: set[str], *, slow: PeerId | None = None) -> None:
-        """Each part of what the peers should do, if it is among `parts`; no result yet of
-        `slow`."""
-        if "durable" in parts:
-            self.all_records_become_durable()
-        if "tasks" in parts and self.wanted:
-            self.submit(self.wanted.pop())
-        if "publish" in parts:
-            self.v_is_published()
-        if "durable" in parts:
-            self.all_records_become_durable()
-        for peer in WORKERS if "install" in parts else []:
-            self.a_worker_installs(peer)
-        live = [
-            (peer, granted)
-            for peer, granted in self.granted[-12:]
-            if self.core.state.is_live(granted.lease) and peer != slow
-        ]
-        for peer, granted in live if "results" in parts else []:
-            result = a_result(granted, (granted.version,))
-            self.sent.append((peer, result))
-            self.receive(peer, result)
-        if "durable" in parts:
-            self.all_records_become_durable()
-        if "batch" in parts:
-            self.the_next_batch_is_asked_for()
-        if "complete" in parts and self.batch is not None:
-            self.the_step_is_completed()
-        if "durable" in parts:
-            self.all_records_become_durable()
-        if "checkpoint" in parts:
-            self.a_checkpoint_is_saved(3)
-
     # ------------------------------------------------------------------------- workers
 
     @rule(peer=workers, slots=st.integers(1, 3))
@@ -316,47 +115,15 @@ class Coordinator(RuleBasedStateMachine):
         held = [granted.lease for to, granted in self.granted if to == peer][-8:] if keep else []
         self.say_hello(peer, held=tuple(held))
 
-    def say_hello(self, peer: PeerId, *, slots: int = 2, held: tuple[LeaseId, ...] = ()) -> None:
-        self.receive(
-            peer,
-            WorkerHello(
-                protocol=1,
-                echo2_version="0",
-                name=peer,
-                engine="null",
-                precision="none",
-                on_update="continue",
-                environment="null",
-                slots=slots,
-                held=held,
-                installed=self.installed.get(peer),
-            ),
-        )
-
     @rule(peer=workers)
     def a_worker_installs(self, peer: PeerId) -> None:
-        announced = self.announced.get(peer)
-        if announced is not None:
-            self.installed[peer] = announced.version
-            self.install(peer, announced.version)
+        self.install_announced(peer)
 
     @rule(peer=workers, place=places)
     def a_worker_installs_any_version(self, peer: PeerId, place: int) -> None:
         known = list(self.core.state.lineage.published) or [Version(1, 0)]
         self.installed[peer] = known[place % len(known)]
         self.install(peer, self.installed[peer])
-
-    def install(self, peer: PeerId, version: Version) -> None:
-        self.receive(
-            peer,
-            VersionInstalled(
-                version=version,
-                manifest_digest=digest_of(version),
-                fetch_s=0.0,
-                install_s=0.1,
-                pause_s=0.0,
-            ),
-        )
 
     @rule(peer=workers, place=places)
     def an_install_fails(self, peer: PeerId, place: int) -> None:
@@ -430,8 +197,7 @@ class Coordinator(RuleBasedStateMachine):
 
     @rule()
     def all_records_become_durable(self) -> None:
-        while self.pending:
-            self.feed(Persisted(self.pending.pop(0)))
+        self.persist_all()
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 4.0, 20.0, 100.0, 4000.0]))
     def time_passes(self, seconds: float) -> None:
@@ -447,23 +213,7 @@ class Coordinator(RuleBasedStateMachine):
 
     @rule(peer=st.sampled_from(LEARNERS), place=places)
     def a_learner_takes_over(self, peer: PeerId, place: int) -> None:
-        kept = self.checkpoints or [0]
-        resume_step = kept[place % len(kept)]
-        self.checkpoints = [step for step in self.checkpoints if step <= resume_step]
-        self.num_hellos += 1
-        self.learner, self.batch, self.welcome = peer, None, None
-        self.last_hello = (
-            peer,
-            LearnerHello(
-                protocol=1,
-                echo2_version="0",
-                name="learner",
-                resume_step=resume_step,
-                checkpoint_steps=tuple(self.checkpoints),
-                hello_id=f"hello{self.num_hellos}",
-            ),
-        )
-        self.receive(*self.last_hello)
+        self.take_over(peer, place)
 
     @precondition(lambda self: self.last_hello)
     @rule()
@@ -476,8 +226,6 @@ class Coordinator(RuleBasedStateMachine):
         named = self.incarnation - back
         if named < 1:
             return
-        if named == self.incarnation:
-            self.learner = peer
         self.receive(
             peer,
             LearnerHello(
@@ -488,6 +236,7 @@ class Coordinator(RuleBasedStateMachine):
                 resume_step=self.step,
             ),
         )
+        self.learner = self.core.state.seat.peer or self.learner
 
     @rule(back=st.integers(0, 2), off=st.integers(-1, 1))
     def a_batch_is_asked_for(self, back: int, off: int) -> None:
@@ -498,7 +247,7 @@ class Coordinator(RuleBasedStateMachine):
 
     @rule()
     def the_next_batch_is_asked_for(self) -> None:
-        self.receive(self.learner, BatchRequest(incarnation=self.incarnation, step=self.step))
+        self.ask_batch()
 
     @precondition(lambda self: self.batch)
     @rule()
@@ -514,71 +263,23 @@ class Coordinator(RuleBasedStateMachine):
             return  # refused for good, which a learner in its right mind avoids
         self.complete(incarnation, step)
 
-    def complete(self, incarnation: int, step: int) -> None:
-        self.receive(
-            self.learner,
-            StepCompleted(
-                incarnation=incarnation,
-                step=step,
-                train_s=1.0,
-                wait_s=0.0,
-                mismatch={"w0": 0.1},
-            ),
-        )
-
     @rule(back=st.integers(0, 1), off=st.integers(-2, 1), final=st.booleans())
     def a_version_is_published(self, back: int, off: int, final: bool) -> None:
         self.publish(Version(max(0, self.incarnation - back), max(0, self.step + off)), final)
 
     @rule()
     def v_is_published(self) -> None:
-        self.publish(Version(self.incarnation, self.step), final=False)
-
-    def publish(self, version: Version, final: bool) -> None:
-        self.receive(
-            self.learner,
-            VersionPublished(
-                version=version,
-                manifest_digest=digest_of(version),
-                assets_digest="",
-                num_bytes=1,
-                origin="",
-                origin_key="",
-                final=final,
-            ),
-        )
+        self.publish_v()
 
     @rule(keep=st.integers(1, 3))
     def a_checkpoint_is_saved(self, keep: int) -> None:
-        if self.welcome is None or self.welcome.incarnation != self.incarnation:
-            return
-        if self.step not in self.checkpoints:
-            self.checkpoints = [*self.checkpoints, self.step][-keep:]
-        self.receive(
-            self.learner,
-            CheckpointSaved(
-                incarnation=self.incarnation, step=self.step, kept=tuple(self.checkpoints)
-            ),
-        )
+        self.save_checkpoint(keep=keep)
 
     @precondition(lambda self: self.wanted)
     @rule(exhausted=st.sampled_from([False, False, False, True]))
     def tasks_are_submitted(self, exhausted: bool) -> None:
         wanted = self.wanted.pop()
         self.submit(wanted, exhausted=exhausted and wanted.start > 20)
-
-    def submit(self, wanted: TasksWanted, *, exhausted: bool = False) -> None:
-        self.receive(
-            self.learner,
-            TasksSubmitted(
-                incarnation=wanted.incarnation,
-                start=wanted.start,
-                tasks=tuple(
-                    Task(index, "{}") for index in range(wanted.start, wanted.start + wanted.count)
-                ),
-                exhausted=exhausted,
-            ),
-        )
 
     @rule(place=places)
     def an_eval_is_asked_for(self, place: int) -> None:
@@ -616,13 +317,13 @@ class Coordinator(RuleBasedStateMachine):
         if not hasattr(self, "core") or not self.running():
             return
         self.ending = True
-        self.all_records_become_durable()
+        self.persist_all()
         self.now += 1e6
         self.offset = max(self.offset, 0.0)
         self.feed(Tick())
         self.checkpoints = list(self.core.state.history.kept)
-        self.a_learner_takes_over(LEARNERS[0], -1)
-        self.all_records_become_durable()
+        self.take_over(LEARNERS[0], -1)
+        self.persist_all()
         begin, exhausted = self.step, self.core.state.stream.exhausted_at is not None
         for _ in range(400):
             self.go_on()
@@ -647,7 +348,7 @@ class Coordinator(RuleBasedStateMachine):
 
 TestCoordinator = pytest.mark.timeout(300)(Coordinator.TestCase)
 TestCoordinator.settings = settings(
-    max_examples=120,
+    max_examples=250,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -35,6 +35,7 @@ from echo2.sim.scenario import WorkerModel
 from echo2.sim.timeline import Timeline
 from echo2.types import LeaseId, PeerId, Span, TrajectoryHeader, Version
 
+Stage = Literal["engine", "draining", "lost"]
 HELLO_RETRY_S = 1.0
 RESEND_S = 10.0
 PROMPT_LENGTH = 1
@@ -305,9 +306,7 @@ class SimWorker:
         self.running[lease] = Running(granted, self.timeline.now, duration_s, [(self.installed, 0)])
         self.timeline.after(duration_s, self._done, lease)
 
-    def _problem(
-        self, granted: LeaseGranted
-    ) -> tuple[Literal["engine", "draining", "lost"], str] | None:
+    def _problem(self, granted: LeaseGranted) -> tuple[Stage, str] | None:
         if self.leaving:
             return "draining", "this worker leaves"
         if self.installed is None:
@@ -323,9 +322,8 @@ class SimWorker:
         if running is None:
             return
         self._ended.add(lease)
-        self.outbox[lease] = result = self.result_of(running)
+        self.outbox[lease] = self.result_of(running)
         self._send_result(lease, RESEND_S)
-        del result
 
     def result_of(self, running: Running) -> GroupResult:
         """The group as it is when its generation ends."""
@@ -370,20 +368,13 @@ class SimWorker:
             self._send(result)
         self.timeline.after(resend_s, self._send_result, lease, min(2 * resend_s, 160.0))
 
-    def _fail(
-        self, lease: LeaseId, stage: Literal["engine", "draining", "lost"], text: str
-    ) -> None:
+    def _fail(self, lease: LeaseId, stage: Stage, text: str) -> None:
         running = self.running.pop(lease, None)
         if running is not None:
             self._ended.add(lease)
             self._send_failed(running.granted, stage, text)
 
-    def _send_failed(
-        self,
-        granted: LeaseGranted,
-        stage: Literal["engine", "draining", "lost"],
-        text: str,
-    ) -> None:
+    def _send_failed(self, granted: LeaseGranted, stage: Stage, text: str) -> None:
         if self.welcomed:
             self._send(
                 LeaseFailed(lease=granted.lease, group=granted.group, stage=stage, text=text)
