@@ -182,6 +182,7 @@ MUTANTS = (
         "learner_desk.py",
         "if ended is not None and ended.incarnation == message.incarnation:",
         "if ended is not None and ended.incarnation < 0:",
+        scenario="lossy",
     ),
     Mutant(
         "a completed step is acknowledged only once",

@@ -13,7 +13,7 @@ from typing import Any
 from echo2.core.dispatch import Dispatcher
 from echo2.core.effects import Effect
 from echo2.core.events import Event, Persisted, Received, StopRequested, Tick
-from echo2.core.group import Group
+from echo2.core.group import Group, GroupState
 from echo2.core.learner_desk import LearnerDesk
 from echo2.core.records import (
     GroupStored,
@@ -80,6 +80,7 @@ class CoordinatorState:
             EvalRequest: self.learner.eval_request,
         }
         self.started_at: float | None = None
+        self._only_buffered = False
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event at `now` (seconds, monotonic; a step back is read as no step)."""
@@ -145,6 +146,7 @@ class CoordinatorState:
             case GroupStored():
                 assert isinstance(context, Group)
                 self.workers.stored(record_id, record, context)
+                self._only_buffered = context.state is GroupState.BUFFERED
             case StepRecorded():
                 self.learner.step_durable(record_id, record)
             case LearnerRecorded():
@@ -156,10 +158,14 @@ class CoordinatorState:
 
     def _settle(self) -> None:
         """What became possible? Not asked after heartbeats: those change nothing that the
-        next tick would not see."""
+        next tick would not see. A group that was only buffered makes no lease possible."""
         if self.state.finished is not None:
             return
+        step, only_buffered = self.state.next_step, self._only_buffered
+        self._only_buffered = False
         self.learner.try_batch()
+        if only_buffered and self.state.next_step == step:
+            return
         if not self.learner.is_over_budget:
             self.dispatcher.request_tasks()
             self.dispatcher.dispatch()

@@ -30,7 +30,7 @@ STRAGGLER_RATIO = 4.0
 """A worker so many times slower than the fastest is a straggler, if it also misses expiry."""
 PROBE_LATENCIES = 30.0
 """A straggler is tried again after so many of its latencies: it may have become faster."""
-PACE_AGE_S = 0.1
+PACE_AGE_S = 0.5
 """Rates of the fleet change slowly; they are looked at so often, not at each event."""
 
 
@@ -112,12 +112,13 @@ class Dispatcher:
         if newest is None or not self._paced(newest):
             return  # then no older version is either: its groups expire earlier
         self.reason = "no ready worker has a free slot"
+        leases, now = book.leases_by_worker, state.now
         workers = [
             worker
             for worker in state.members.workers.values()
-            if book.num_leases(worker.peer) < worker.slots
+            if len(leases.get(worker.peer, ())) < worker.slots
             and worker.may_lease
-            and worker.rests_until <= state.now
+            and worker.rests_until <= now
         ]
         paced = {v for v in {worker.installed for worker in workers} if v and self._serves(v)}
         workers = [

@@ -72,13 +72,12 @@ class StoredResult:
     trajectories: tuple[TrajectoryHeader, ...]
     payload: object
     min_version: Version = field(init=False, compare=False)
+    max_version: Version = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "min_version", min(t.min_version for t in self.trajectories))
-
-    @property
-    def max_version(self) -> Version:
-        return max(t.max_version for t in self.trajectories)
+        versions = {span.version for t in self.trajectories for span in t.spans}
+        object.__setattr__(self, "min_version", min(versions))
+        object.__setattr__(self, "max_version", max(versions))
 
     @property
     def tokens(self) -> int:

@@ -59,8 +59,9 @@ class TrainedHistory:
         result = group.result
         if result is None:
             return False
-        expiry = expiry_step(result.max_version.step, staleness_max=self.staleness_max)
-        useful = any(result.max_version.step <= kept <= min(step, expiry) for kept in self.kept)
+        newest = result.max_version.step
+        last = min(step, expiry_step(newest, staleness_max=self.staleness_max))
+        useful = any(newest <= kept <= last for kept in self.kept)
         if not useful:
             group.result = None
         return useful

@@ -40,6 +40,7 @@ class Track:
     worker: PeerId | None = None
     version: Version | None = None
     trajectories: tuple[TrajectoryHeader, ...] = ()
+    versions: frozenset[Version] = frozenset()
     record_id: int | None = None
     expiry: int = 0
     end: str = ""
@@ -47,13 +48,10 @@ class Track:
     begun: bool = False
     recorded: bool = False
 
-    @property
-    def min_version(self) -> Version:
-        return min(span.version for t in self.trajectories for span in t.spans)
-
-    @property
-    def versions(self) -> set[Version]:
-        return {span.version for t in self.trajectories for span in t.spans}
+    def take(self, trajectories: tuple[TrajectoryHeader, ...]) -> None:
+        """A result came (or, empty, is void)."""
+        self.trajectories = trajectories
+        self.versions = frozenset(span.version for t in trajectories for span in t.spans)
 
     def tokens_from(self, step: int) -> int:
         """Sampled tokens of versions at or above `step`."""
@@ -190,7 +188,8 @@ class Books:
 
     def requeue(self, track: Track) -> None:
         """Its result is void; it waits for another one."""
-        track.trajectories, track.record_id, track.lease = (), None, None
+        track.take(())
+        track.record_id, track.lease = None, None
         self.move(track, Place.QUEUED)
 
     def rewind(self, incarnation: int, resume_step: int) -> None:

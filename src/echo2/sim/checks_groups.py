@@ -102,7 +102,8 @@ class GroupChecks:
         for lease in (track.lease, record.lease):
             if lease is not None:
                 books.end_lease(lease)
-        track.trajectories, track.record_id = message.trajectories, effect.record_id
+        track.take(message.trajectories)
+        track.record_id = effect.record_id
         track.lease, track.worker = record.lease, record.worker
         require(
             len(message.trajectories) == self.settings.group_size,
@@ -117,7 +118,7 @@ class GroupChecks:
                 books.is_alive(version),
                 f"{record.group} is stored with tokens of {version}, a dead version",
             )
-        books.move(track, Place.STORING, sampled=track.min_version)
+        books.move(track, Place.STORING, sampled=min(track.versions))
 
     def _acknowledged(self, peer: PeerId, told: GroupAcknowledged) -> None:
         books = self.books
@@ -224,7 +225,7 @@ class GroupChecks:
     def _check_trained(self, group: GroupId, track: Track, fields: dict[str, Any]) -> None:
         books = self.books
         require(
-            books.batch is not None and track.place is Place.TRAINING and group in books.batch[1],
+            books.batch is not None and track.place is Place.TRAINING,
             f"{group} ended trained while it is {track.place.value}",
         )
         require(
@@ -243,16 +244,16 @@ class GroupChecks:
         """Only what has no place in any batch any more expires."""
         books, settings = self.books, self.settings
         step, event = books.next_step, self.moment.event
-        trajectories = track.trajectories
+        seen = track
         arrived = event.message if isinstance(event, Received) else None
         if track.place is Place.LEASED and isinstance(arrived, GroupResult):
-            trajectories = arrived.trajectories if arrived.group == group else ()
+            seen = Track()
+            seen.take(arrived.trajectories if arrived.group == group else ())
         if settings.late == "mask":
-            seen = Track(trajectories=trajectories)
             tokens = seen.tokens_from(max(0, step - settings.staleness_max))
             require(tokens < settings.mask_min_tokens, f"{group} expired with {tokens} tokens")
             return
         expiry = track.expiry
-        if trajectories:
-            expiry = Track(trajectories=trajectories).min_version.step + settings.staleness_max
+        if seen.versions:
+            expiry = min(seen.versions).step + settings.staleness_max
         require(expiry < step, f"{group} of expiry {expiry} expired, the next batch is {step}")

@@ -96,13 +96,13 @@ class LearnerChecks:
 
     def delivered(self, effect: DeliverGroup) -> None:
         books = self.books
+        track = books.track(effect.group)
         require(
             books.batch is not None
             and effect.step == books.batch[0]
-            and effect.group in books.batch[1],
-            f"{effect.group} was delivered for {effect.step}, the batch is {books.batch}",
+            and track.place is Place.TRAINING,
+            f"{effect.group} was delivered for {effect.step}, it is {track.place.value}",
         )
-        track = books.tracks[effect.group]
         require(
             effect.result.trajectories == track.trajectories and effect.result.lease == track.lease,
             f"{effect.group} was delivered with another result than the one that was stored",

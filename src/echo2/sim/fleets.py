@@ -23,11 +23,12 @@ def big_fleet(seed: int) -> Scenario:
     settings = a_run(
         seed,
         staleness_max=3,
-        period=2,
+        period=3,
         groups_per_step=256,
         group_size=4,
-        heartbeat_interval_s=4.0,
-        suspect_s=10.0,
+        heartbeat_interval_s=6.0,
+        suspect_s=15.0,
+        gone_s=45.0,
     )
     return calm_fleet(
         seed,

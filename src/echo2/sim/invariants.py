@@ -75,6 +75,7 @@ class Invariants:
         """Its memory is gone, but for what the records say."""
         self.books.forget_all_open()
         self.moment.pending.clear()
+        self.moment.last = False
 
     def _before(self, event: Event) -> None:
         books = self.books

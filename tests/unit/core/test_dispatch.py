@@ -12,6 +12,7 @@ from core_builders import (
 )
 
 from echo2.core.dispatch import (
+    PACE_AGE_S,
     PROBE_LATENCIES,
     TASKS_PATIENCE_S,
     lease_seed,
@@ -218,7 +219,7 @@ def test_measurements_are_looked_at_again_after_a_while_only() -> None:
     before = dispatcher.lead_steps_auto
     the_worker(scene, latency_s=5.0)
     assert dispatcher.lead_steps_auto == before == 0.0
-    scene.tick(after=0.2)
+    scene.tick(after=PACE_AGE_S)
     assert dispatcher.lead_steps_auto > before
 
 
