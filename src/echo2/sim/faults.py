@@ -200,6 +200,8 @@ class FaultInjector:
 
     def _wrong_version(self) -> Version:
         state, rng = self.simulation.core.state, self.rng
+        if rng.random() < 0.4:  # v itself, which may not be published yet
+            return Version(state.lineage.incarnation, state.step)
         incarnation = max(0, state.lineage.incarnation - rng.randrange(3))
         return Version(incarnation, max(0, state.step + rng.randrange(-6, 3)))
 
@@ -232,7 +234,9 @@ class FaultInjector:
         peer = learner.peer if learner is not None else PeerId("learner")
         incarnation = max(0, state.lineage.incarnation - rng.randrange(3))
         old = incarnation < state.lineage.incarnation
-        step = max(0, state.step + rng.choice((-2, -1, 0 if old else 1, 1, 2, 5)))
+        step = max(0, state.step + rng.choice((-2, -1, 0, 1, 2, 5)))
+        if step == state.step and not old:
+            step += 1  # the step under way would be believed
         version = Version(incarnation, state.step + rng.randrange(0 if old else 1, 3))
         choices: tuple[Message, ...] = (
             StepCompleted(

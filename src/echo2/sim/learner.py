@@ -100,6 +100,7 @@ class SimLearner:
         self._heard_at = 0.0
         self._sequence = 0
         self._joining = False
+        self._evals: dict[str, EvalRequest] = {}
         self._announce_again = False
         self._beat_s = 1.0
         self._silence_max_s = 15.0
@@ -216,6 +217,8 @@ class SimLearner:
             return
         if self._request is not None:
             self._send(self._request)
+        for request in self._evals.values():
+            self._send(request)
         self._retry_announcement()
         self.timeline.after(self.model.retry_s, self._retry)
 
@@ -284,10 +287,12 @@ class SimLearner:
             if version.step >= self.steps:
                 self._ask(request)
                 return
+            self._evals[request.eval_id] = request
             self._send(request)
         self._next()
 
     def _eval_done(self, result: EvalResult) -> None:
+        self._evals.pop(result.eval_id, None)
         asked = self._request
         if isinstance(asked, EvalRequest) and asked.eval_id == result.eval_id:
             self._next()
