@@ -23,6 +23,7 @@ from typing import Any
 import aiohttp
 
 from echo2.commands.display import Display, duration
+from echo2.commands.memory import MemoryWatch, told_peaks
 from echo2.commands.processes import LocalProcess, command_line, ended_how
 from echo2.commands.run_folder import RunFolder
 from echo2.commands.run_records import (
@@ -83,6 +84,7 @@ class LocalRun:
         self._finished = False
         self._reason = ""
         self._ends: Counter[str] = Counter()
+        self._memory = MemoryWatch()
         self._events_start = 0
         self._began = time.monotonic()
 
@@ -136,6 +138,8 @@ class LocalRun:
         if rewards:
             lines.append(f"mean reward: {number(sum(rewards) / len(rewards))}")
         lines.append(f"groups: {told_ends(self._ends)}; cost {self._view.cost}")
+        if peaks := self._memory.peaks():
+            lines.append(f"peak memory: {told_peaks(peaks)}")
         lines.append(f"run folder: {self._folder.path}")
         lines.append(f"check it:   echo2 verify {self._folder.path}")
         if not self._finished:
@@ -271,7 +275,12 @@ class LocalRun:
                 if silent_s > STATUS_SILENT_S and not said:
                     said = True
                     self._display.say(f"no status for {silent_s:.0f} s: {error}")
+            self._memory.sample({p.name: p.pid if p.running else None for p in self._trees()})
             await asyncio.sleep(STATUS_EVERY_S)
+
+    def _trees(self) -> list[LocalProcess]:
+        """Those whose memory grows with the model."""
+        return [self._learner, *self._workers]
 
     def _refresh(self) -> None:
         for line in self._metrics.read():

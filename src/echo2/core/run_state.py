@@ -223,6 +223,7 @@ class RunState:
                 lease=lease.id,
                 worker=lease.worker,
                 reason=reason,
+                held_s=self.now - lease.granted_at,
             )
         if counted and group.attempts >= self.settings.attempts_max:
             self.end_group(group, "failed", f"{group.attempts} attempts, the last: {reason}")

@@ -163,6 +163,7 @@ class WorkerDesk:
                 lease=lease.id,
                 worker=peer,
                 reason=f"{peer} is gone: {reason}",
+                held_s=state.now - lease.granted_at,
             )
         for eval_lease in state.evals.leases_of(peer):
             state.evals.give_back(eval_lease.id, f"{peer} is gone: {reason}")
@@ -438,6 +439,7 @@ class WorkerDesk:
             worker=peer,
             stage=message.stage,
             reason=message.text,
+            held_s=state.now - lease.granted_at,
         )
         leaves = message.stage == "draining" and worker.state is WorkerState.DRAINING
         state.lose_lease(lease, reason, counted=not leaves, tell=False)

@@ -81,13 +81,20 @@ EVENTS: Final[Mapping[str, Mapping[str, Kind]]] = {
         "stage": TEXT,
         "text": TEXT,
     },
-    "lease_revoked": {"group_id": TEXT, "lease": TEXT, "worker": TEXT, "reason": TEXT},
+    "lease_revoked": {
+        "group_id": TEXT,
+        "lease": TEXT,
+        "worker": TEXT,
+        "reason": TEXT,
+        "held_s": REAL,
+    },
     "lease_failed": {
         "group_id": TEXT,
         "lease": TEXT,
         "worker": TEXT,
         "stage": TEXT,
         "reason": TEXT,
+        "held_s": REAL,
     },
     "group_ended": {
         "group_id": TEXT,

@@ -164,6 +164,7 @@ def test_a_lease_without_a_new_token_is_revoked() -> None:
             "lease": lease,
             "worker": "w-1",
             "reason": "no new token for 3.1 s, dispatch.stall_s is 3.0",
+            "held_s": 3.1,
         }
     ]
 

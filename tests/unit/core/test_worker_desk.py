@@ -183,6 +183,7 @@ def test_a_worker_that_says_goodbye_loses_its_leases_to_others() -> None:
             "lease": lease,
             "worker": "w-1",
             "reason": "w-1 is gone: done",
+            "held_s": 0.0,
         }
     ]
     assert emitted(effects, "worker_gone") == [{"worker": "w-1", "reason": "done"}]
@@ -708,6 +709,7 @@ def test_a_failed_lease_is_acknowledged_and_its_group_goes_to_another_worker() -
             "worker": owner,
             "stage": "environment",
             "reason": "boom",
+            "held_s": 0.0,
         }
     ]
     assert scene.group("g0").avoid == owner

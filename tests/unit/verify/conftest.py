@@ -129,8 +129,23 @@ def a_run(folder: Path) -> ARun:
     run.add("learner_joined", incarnation=1, resume_step=0, digest="")
     make.publish(1, 0)
     run.add("worker_ready", worker="w1")
-    run.add("lease_revoked", group_id="g0", lease="l0", worker="w2", reason="silent for 15 s")
-    run.add("lease_failed", group_id="g1", lease="l1", worker="w2", stage="engine", reason="died")
+    run.add(
+        "lease_revoked",
+        group_id="g0",
+        lease="l0",
+        worker="w2",
+        reason="silent for 15 s",
+        held_s=15.0,
+    )
+    run.add(
+        "lease_failed",
+        group_id="g1",
+        lease="l1",
+        worker="w2",
+        stage="engine",
+        reason="died",
+        held_s=1.0,
+    )
     make.end("g90", "failed", reason="3 attempts, the last: the environment raised")
     make.batch(1, 0, g0=(1, 0), g1=(1, 0))
     make.publish(1, 1)
@@ -140,7 +155,7 @@ def a_run(folder: Path) -> ARun:
     make.batch(1, 2, g4=(1, 1), g5=(1, 2))
     make.publish(1, 3)
     make.batch(1, 3, g6=(1, 2), g7=(1, 3))
-    run.add("learner_left", incarnation=1, reason="silent for 15 s")
+    run.add("learner_left", incarnation=1, reason="silent for 15 s", held_s=15.0)
     run.add("learner_joined", incarnation=2, resume_step=2, digest="")
     for group, place in (("g4", "buffer"), ("g5", "buffer"), ("g6", "queue"), ("g7", "queue")):
         run.add("group_returned", group_id=group, incarnation=2, reason="resumed at 2", to=place)
@@ -166,7 +181,14 @@ def a_run(folder: Path) -> ARun:
         reason="",
     )
     run.line(6).update(eval_version=6, eval_reward=0.75)
-    run.add("lease_revoked", group_id="g11", lease="l11", worker="w1", reason="the run is over")
+    run.add(
+        "lease_revoked",
+        group_id="g11",
+        lease="l11",
+        worker="w1",
+        reason="the run is over",
+        held_s=0.5,
+    )
     make.end("g11", "cancelled", reason="the run is over")
     run.add("run_finished", reason="all 6 steps are done", finished=True)
     return run
