@@ -5,29 +5,26 @@ enforces it three times; `read_batch` asserts it once more, at the version at wh
 batch trains, and raises LearnerError instead of training.
 
 Life-cycle of a batch: BatchGroup messages -> `read_batch` -> TrainingBatch -> `split_updates`
-(one part per optimizer update, whole groups) -> `micro_batches` (padded tensors).
+(one part per optimizer update, whole groups) -> `micro_batch.micro_batches` (tensors).
 
-Letters: T tokens of one trajectory, B trajectories of a micro-batch.
+Letters: T tokens of one trajectory.
 """
 
-# ruff: noqa: N815  shape letters in field names
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
+from echo2.config_loss import LossTable
 from echo2.core.lineage import Lineage
 from echo2.errors import LearnerError
 from echo2.messages import BatchGroup
 from echo2.types import TrajectoryHeader, Version
-from echo2_learner.advantage import group_advantages
-from echo2_learner.loss import token_shares
+from echo2_learner.advantage import loss_advantages
 from echo2_learner.session import GrantedBatch
 
 NO_VERSION = -1
@@ -89,33 +86,19 @@ class TrainingBatch:
         return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Right-padded tensors of some trajectories; `shares_BT` as in `loss.token_shares`.
-
-    `has_advantages` is False when all are zero, as in groups whose rewards are all equal.
-    """
-
-    token_ids_BT: Tensor
-    lengths_B: Tensor
-    behaviour_BT: Tensor
-    mask_BT: Tensor
-    advantages_B: Tensor
-    shares_BT: Tensor
-    has_advantages: bool
-
-
 def read_batch(
     granted: GrantedBatch,
     *,
     staleness_max: int,
     lineage: Lineage,
-    advantage_epsilon: float,
+    loss: LossTable,
+    max_tokens: int,
     vocab_size: int,
 ) -> TrainingBatch:
     """Check and convert a granted batch. LearnerError when promise 1 would be broken.
 
-    Advantages are those of the whole group, whether or not all its tokens are in the loss.
+    Advantages are those of the whole group, whether or not all its tokens are in the loss;
+    `max_tokens` (sampling.max_tokens) is the length up to which `loss` may shape rewards.
     """
     versions = _Versions(granted.step, staleness_max=staleness_max, lineage=lineage)
     groups = []
@@ -125,8 +108,11 @@ def read_batch(
                 f"group {group.group} was granted for step {group.step}, and this batch trains at "
                 f"step {granted.step}; nothing was trained: start the learner again with --resume"
             )
-        advantages = group_advantages(
-            [header.reward for header in group.trajectories], epsilon=advantage_epsilon
+        advantages = loss_advantages(
+            [header.reward for header in group.trajectories],
+            [header.num_sampled for header in group.trajectories],
+            loss,
+            tokens_max=max_tokens,
         )
         _check_vocabulary(group, vocab_size)
         groups.append(
@@ -149,73 +135,6 @@ def split_updates(batch: TrainingBatch, num_updates: int) -> list[list[Trajector
         [trajectory for group in batch.groups[low:high] for trajectory in group]
         for low, high in itertools.pairwise(bounds)
     ]
-
-
-def micro_batches(
-    trajectories: Sequence[Trajectory],
-    *,
-    tokens_max: int,
-    aggregate: str,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> list[MicroBatch]:
-    """Cut one update into micro-batches of at most `tokens_max` padded tokens each.
-
-    Trajectories of like length go together, with and without advantage apart; one that is
-    longer than `tokens_max` goes alone.
-    Those without a token in the loss are left out. The shares refer to the whole update, so
-    the sum of the micro-batches' losses is the update's loss.
-    """
-    rows = sorted((t for t in trajectories if t.loss_mask.any()), key=lambda t: t.length)
-    num_tokens = sum(t.num_loss_tokens for t in rows)
-    made = []
-    for chosen in _chosen_together(rows, tokens_max=tokens_max):
-        mask_BT = padded([t.loss_mask for t in chosen]).bool()
-        made.append(
-            MicroBatch(
-                token_ids_BT=padded([t.token_ids for t in chosen]).long().to(device),
-                lengths_B=torch.tensor([t.length for t in chosen], device=device),
-                behaviour_BT=padded([t.logprobs for t in chosen]).to(device, dtype),
-                mask_BT=mask_BT.to(device),
-                advantages_B=torch.tensor(
-                    [t.advantage for t in chosen], device=device, dtype=dtype
-                ),
-                shares_BT=token_shares(
-                    mask_BT,
-                    aggregate=aggregate,
-                    num_trajectories=len(rows),
-                    num_tokens=num_tokens,
-                    dtype=dtype,
-                ).to(device),
-                has_advantages=chosen[0].advantage != 0.0,
-            )
-        )
-    return made
-
-
-def _chosen_together(rows: Sequence[Trajectory], *, tokens_max: int) -> Iterator[list[Trajectory]]:
-    for some in ([t for t in rows if t.advantage != 0.0], [t for t in rows if t.advantage == 0.0]):
-        for run in padded_runs([t.length for t in some], tokens_max=tokens_max):
-            yield some[run.start : run.stop]
-
-
-def padded_runs(lengths: Sequence[int], *, tokens_max: int) -> Iterator[range]:
-    """Cut ascending lengths into runs whose rows, padded to the longest, fit `tokens_max`."""
-    start = 0
-    for index, length in enumerate(lengths):
-        if index > start and (index + 1 - start) * length > tokens_max:
-            yield range(start, index)
-            start = index
-    if start < len(lengths):
-        yield range(start, len(lengths))
-
-
-def padded(rows: Sequence[npt.NDArray[np.generic]]) -> Tensor:
-    """[B, T] the rows one below the other, filled up with zeros on the right."""
-    block = np.zeros((len(rows), max(len(row) for row in rows)), dtype=rows[0].dtype)
-    for index, row in enumerate(rows):
-        block[index, : len(row)] = row
-    return torch.from_numpy(block)
 
 
 class _Versions:

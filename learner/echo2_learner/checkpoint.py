@@ -7,6 +7,10 @@ A checkpoint is written aside, flushed to the disk and renamed. `state.json` hol
 BLAKE3 of the other files, so a torn one is recognised, skipped with a message, and the one
 before it is used. Tensors are safetensors and the rest is JSON; nothing is unpickled, ever.
 
+Of several ranks each writes its rows (policy-00002-of-00004.safetensors, ...) and rank 0 the
+rest; any number of ranks, also one process alone, goes on from what any other wrote. All
+ranks then call `newest` and `restore` together, and `help_save` while rank 0 is in `save`.
+
 One learner at a time owns a run folder: `RUN/learner.json` names its incarnation. A learner
 that was stopped and wakes up after another has taken over finds a different one there and
 raises FencedError before it changes anything.
@@ -16,32 +20,37 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import structlog
-import torch
 from blake3 import blake3
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from echo2 import wire
 from echo2.errors import FencedError, LearnerError
 from echo2_learner.policy import Policy
+from echo2_learner.random_state import random_state, restore_random_state
+from echo2_learner.ranks import ALONE, Ranks
+from echo2_learner.shards import like
+from echo2_learner.tensor_files import TensorFiles, save_rows
 from echo2_learner.trainer import Trainer
 
 log = structlog.get_logger(__name__)
 
-FORMAT: Final = 1
+FORMATS: Final = (1, 2)
+"""Of one process alone, and of ranks."""
 POLICY: Final = "policy.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
 RNG: Final = "rng.safetensors"
 STATE: Final = "state.json"
+_TOLD_BYTES_MAX: Final = 1 << 20
 _NAME: Final = re.compile(r"^step-(\d{8,})-i(\d+)$")
 
 
@@ -70,15 +79,23 @@ class Checkpoint:
 
     @property
     def digest(self) -> str:
-        """BLAKE3 of the policy's file."""
-        return self.files[POLICY][1]
+        """BLAKE3 of the policy's file; of several files, of their digests in hex."""
+        digests = [self.files[path.name][1] for path in self.paths(POLICY)]
+        return digests[0] if len(digests) == 1 else blake3("".join(digests).encode()).hexdigest()
+
+    def paths(self, kind: str) -> list[Path]:
+        """The files of POLICY or OPTIMIZER, in order of rank."""
+        names = sorted(name for name in self.files if name.startswith(Path(kind).stem))
+        return [self.folder / name for name in names]
 
     def restore(self, policy: Policy, trainer: Trainer) -> None:
         """Put weights, optimizer and random states back. LearnerError if they do not fit."""
         try:
-            policy.load_tensors(load_file(self.folder / POLICY))
-            trainer.load_optimizer_tensors(load_file(self.folder / OPTIMIZER))
-            _restore_rng(load_file(self.folder / RNG), self.rng)
+            policy.load_tensors(TensorFiles(self.paths(POLICY)))
+            trainer.load_optimizer_tensors(
+                _OptimizerTensors(TensorFiles(self.paths(OPTIMIZER)), trainer)
+            )
+            restore_random_state(load_file(self.folder / RNG), self.rng)
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             raise LearnerError(
                 f"{self.folder} could not be restored: {error}; move it away, and the one before "
@@ -86,10 +103,31 @@ class Checkpoint:
             ) from error
 
 
+class _OptimizerTensors(Mapping[str, Tensor]):
+    """Reads each tensor when it is asked for, this rank's rows of it where its parameter is
+    sharded."""
+
+    def __init__(self, files: TensorFiles, trainer: Trainer) -> None:
+        self._files = files
+        self._parameters = trainer.policy.trained_parameters()
+
+    def __getitem__(self, key: str) -> Tensor:
+        parameter = self._parameters.get(key.rpartition("/")[0])
+        stored = self._files[key]
+        return stored.whole() if parameter is None else like(parameter, stored)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
 class CheckpointStore:
     """The checkpoints of one run folder, and the claim of the learner that writes them."""
 
-    def __init__(self, run_dir: Path, *, keep: int) -> None:
+    def __init__(self, run_dir: Path, *, keep: int, ranks: Ranks = ALONE) -> None:
+        self._ranks = ranks
         self.folder = run_dir / "checkpoints"
         self._claim = run_dir / "learner.json"
         self._keep = keep
@@ -123,9 +161,11 @@ class CheckpointStore:
 
     def newest(self) -> Checkpoint | None:
         """The complete checkpoint of the highest step; torn ones are skipped with a message."""
-        for folder in self._folders():
+        listed = "\n".join(folder.name for folder in self._folders()).encode()
+        for name in self._ranks.collect(listed)[0].decode().splitlines():
+            folder = self.folder / name
             try:
-                return read_checkpoint(folder)
+                return read_checkpoint(folder, ranks=self._ranks)
             except LearnerError as error:
                 log.warning("checkpoint_skipped", folder=str(folder), reason=str(error))
         return None
@@ -149,7 +189,9 @@ class CheckpointStore:
         try:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
-            _write_checkpoint(aside, state, policy, trainer)
+            self._ranks.order("save", folder=str(aside))
+            files = _write_tensors(aside, policy, trainer, self._ranks)
+            _write_rest(aside, state, files, self._ranks)
             self.check_claim()
             folder = self.folder / f"step-{state.step:08d}-i{state.incarnation}"
             if folder.exists():
@@ -163,6 +205,13 @@ class CheckpointStore:
                 f"{error}; free space there or choose another --run-dir"
             ) from error
         return self._prune(folder)
+
+    def help_save(self, folder: Path, policy: Policy, trainer: Trainer) -> None:
+        """What the other ranks do while rank 0 is in `save`: write their rows."""
+        try:
+            _write_tensors(folder, policy, trainer, self._ranks)
+        except OSError as error:  # rank 0 raises it, and what follows is its decision
+            log.warning("checkpoint_failed", folder=str(folder), reason=str(error))
 
     def _prune(self, newest: Path) -> list[int]:
         """Keep `newest` and the complete ones below it, `keep` in all; the rest goes.
@@ -187,13 +236,30 @@ class CheckpointStore:
         return sorted(found, key=lambda path: (_step(path), _incarnation(path)), reverse=True)
 
 
-def read_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
-    """Read and check one; LearnerError says what is torn. `verify` hashes its files."""
+def read_checkpoint(folder: Path, *, ranks: Ranks = ALONE) -> Checkpoint:
+    """Read and check one, the digests too, of which each rank takes a part. LearnerError says
+    what is torn, on all ranks alike."""
+    problem = ""
+    checkpoint = None
+    try:
+        checkpoint = _read(folder)
+        _verify(checkpoint, ranks)
+    except LearnerError as error:
+        problem = str(error)
+    problems = [told.decode() for told in ranks.collect(problem.encode()) if told]
+    if problems or checkpoint is None:
+        raise LearnerError(problems[0])
+    return checkpoint
+
+
+def _read(folder: Path) -> Checkpoint:
+    """All but the digests."""
     try:
         content = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        if content["format"] != FORMAT:
+        if content["format"] not in FORMATS:
             raise LearnerError(
-                f"{folder} is of format {content['format']}; this echo2 reads {FORMAT}"
+                f"{folder} is of format {content['format']}; this echo2 reads "
+                f"{' and '.join(map(str, FORMATS))}"
             )
         files = {
             name: (int(size), str(digest)) for name, (size, digest) in content["files"].items()
@@ -201,74 +267,88 @@ def read_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
         fields = dict(content["state"])
         fields["starts"] = tuple((int(i), int(step)) for i, step in fields["starts"])
         checkpoint = Checkpoint(folder, CheckpointState(**fields), files, content["rng"])
-        for name in (POLICY, OPTIMIZER, RNG):
-            size, digest = files[name]
+        for kind in (POLICY, OPTIMIZER, RNG):
+            if not checkpoint.paths(kind):
+                raise LearnerError(f"state.json names no {kind}")
+        for name, (size, _) in files.items():
             actual = (folder / name).stat().st_size
             if actual != size:
                 raise LearnerError(f"{name} has {actual} bytes, and state.json says {size}")
-            if verify and _digest(folder / name) != digest:
-                raise LearnerError(f"the bytes of {name} are not those of its digest")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise LearnerError(f"it is torn: {type(error).__name__}: {error}") from error
     return checkpoint
 
 
-def _write_checkpoint(
-    folder: Path, state: CheckpointState, policy: Policy, trainer: Trainer
-) -> None:
-    rng_tensors, rng = _rng_state()
-    groups = {
-        POLICY: policy.tensors(),
-        OPTIMIZER: trainer.optimizer_tensors(),
-        RNG: rng_tensors,
-    }
-    files = {}
-    for name, tensors in groups.items():
-        save_file(
-            {key: value.detach().contiguous() for key, value in tensors.items()}, folder / name
-        )
-        _sync(folder / name)
-        files[name] = [(folder / name).stat().st_size, _digest(folder / name)]
+def _verify(checkpoint: Checkpoint, ranks: Ranks) -> None:
+    for index, (name, (_, digest)) in enumerate(sorted(checkpoint.files.items())):
+        if index % ranks.size != ranks.rank:
+            continue
+        try:
+            if _digest(checkpoint.folder / name) != digest:
+                raise LearnerError(f"the bytes of {name} are not those of its digest")
+        except OSError as error:
+            raise LearnerError(f"it is torn: {type(error).__name__}: {error}") from error
+
+
+Files = dict[str, tuple[int, str]]
+"""Name -> (size, BLAKE3)."""
+
+
+def _write_tensors(folder: Path, policy: Policy, trainer: Trainer, ranks: Ranks) -> Files:
+    """Write this rank's part; returns the files of all ranks, which are then on the disk.
+    OSError, on all ranks alike, when one could not."""
+    files: Files = {}
+    problem = ""
+    try:
+        for kind, tensors in (
+            (POLICY, policy.tensors()),
+            (OPTIMIZER, trainer.optimizer_tensors()),
+        ):
+            if ranks is ALONE:
+                path = folder / kind
+                save_file({k: v.detach().contiguous() for k, v in tensors.items()}, path)
+            else:
+                stem = Path(kind).stem
+                path = folder / f"{stem}-{ranks.rank + 1:05d}-of-{ranks.size:05d}.safetensors"
+                save_rows(tensors, path, is_lead=ranks.is_lead)
+            files[path.name] = _flushed(path)
+    except (OSError, SafetensorError) as error:
+        problem = f"{error}" if ranks is ALONE else f"rank {ranks.rank}: {error}"
+    told = [
+        wire.unpack(data, max_bytes=_TOLD_BYTES_MAX)
+        for data in ranks.collect(wire.pack([problem, files]))
+    ]
+    problems = [problem for problem, _ in told if problem]
+    if problems:
+        raise OSError("; ".join(problems))
+    return {name: (size, digest) for _, part in told for name, (size, digest) in part.items()}
+
+
+def _write_rest(folder: Path, state: CheckpointState, files: Files, ranks: Ranks) -> None:
+    rng_tensors, rng = random_state()
+    save_file(rng_tensors, folder / RNG)
     _write_json(
-        folder / STATE, {"format": FORMAT, "state": asdict(state), "files": files, "rng": rng}
+        folder / STATE,
+        {
+            "format": FORMATS[0] if ranks is ALONE else FORMATS[1],
+            "ranks": ranks.size,
+            "state": asdict(state),
+            "files": {**files, RNG: _flushed(folder / RNG)},
+            "rng": rng,
+        },
     )
     _sync(folder)
 
 
-def _rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Random states of torch (tensors), Python and numpy (JSON)."""
-    tensors = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        for index, cuda_state in enumerate(torch.cuda.get_rng_state_all()):
-            tensors[f"cuda/{index}"] = cuda_state
-    version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return tensors, {
-        "python": [version, list(internal), gauss],
-        "numpy": [
-            str(name),
-            np.asarray(keys).tolist(),
-            int(position),
-            int(has_gauss),
-            float(cached),
-        ],
-    }
-
-
-def _restore_rng(tensors: dict[str, Tensor], rng: dict[str, Any]) -> None:
-    torch.set_rng_state(tensors["torch"])
-    cuda = [value for key, value in sorted(tensors.items()) if key.startswith("cuda/")]
-    if cuda and torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(cuda)
-    version, internal, gauss = rng["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, cached = rng["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+def _flushed(path: Path) -> tuple[int, str]:
+    """Flush a file to the disk; (size, BLAKE3)."""
+    _sync(path)
+    return path.stat().st_size, _digest(path)
 
 
 def _looks_complete(folder: Path) -> bool:
     try:
-        read_checkpoint(folder, verify=False)
+        _read(folder)
     except LearnerError:
         return False
     return True

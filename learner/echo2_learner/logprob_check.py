@@ -24,7 +24,9 @@ import torch
 
 from echo2.config import LearnerTable
 from echo2.types import Version
-from echo2_learner.batch import NO_VERSION, TrainingBatch, Trajectory, padded, padded_runs
+from echo2_learner.batch import NO_VERSION, TrainingBatch, Trajectory
+from echo2_learner.micro_batch import padded
+from echo2_learner.packing import padded_runs
 from echo2_learner.policy import Policy
 from echo2_learner.publish import PublishedVersions
 

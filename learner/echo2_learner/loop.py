@@ -105,8 +105,8 @@ class Loop:
         session.say(f"trains step {step}")
         batch = parts.read(granted, step)
         self.is_recorded = False
-        trained = parts.trainer.step(batch)
-        checked = parts.check.check(batch) if parts.check.is_due(step) else CheckResult()
+        trained = parts.train(batch)
+        checked = parts.compare(batch) if parts.check.is_due(step) else CheckResult()
         trained_at = time.perf_counter()
         train_s, wait_s = trained_at - received, received - asked
         with self.stop.patient(parts.config.heartbeat.gone_s):
@@ -128,6 +128,7 @@ class Loop:
             time=time.time(),
         )
         parts.write_line(line | eval_fields(self.evals.next_result(newest=is_last)))
+        parts.save_rollouts(granted, batch, checked)
         self.is_recorded = True
         if interrupted is not None:
             raise interrupted

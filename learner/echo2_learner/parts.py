@@ -1,38 +1,40 @@
 """What a learner is made of, put together from the configuration, and its small verbs.
 
 The loop says when; here is how. Life-cycle: `build` (files are read, nothing is written) ->
-`begin` (the coordinator gave an incarnation: this learner owns the run folder) -> publish,
-write_line, save_checkpoint, save_final.
+`begin` (the coordinator gave an incarnation: this learner owns the run folder) -> train,
+publish, write_line, save_checkpoint, save_final.
+
+Of several ranks these are the parts of rank 0; what every rank holds is in `rank_parts`, and
+each verb that needs the others begins with an order to them, which `follow` carries out.
 """
 
 from __future__ import annotations
 
-import os
-import random
-import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import structlog
-import torch
 
 from echo2.config import Config
 from echo2.core.lineage import Lineage
-from echo2.errors import ConfigError, LearnerError
+from echo2.errors import LearnerError
 from echo2.messages import BatchGroup, LearnerWelcome
 from echo2.types import Version
 from echo2_learner.batch import TrainingBatch, read_batch
-from echo2_learner.checkpoint import Checkpoint, CheckpointState, CheckpointStore
-from echo2_learner.logprob_check import LogprobCheck
+from echo2_learner.batch_bytes import batch_to_bytes
+from echo2_learner.checkpoint import CheckpointState
+from echo2_learner.final_folder import save_final_folder
+from echo2_learner.logprob_check import CheckResult
 from echo2_learner.metrics import MetricsFile
-from echo2_learner.policy import DTYPES, Policy, choose_device
-from echo2_learner.publish import Publisher
+from echo2_learner.rank_parts import RankParts, build_rank_parts
+from echo2_learner.ranks import ALONE, Ranks
+from echo2_learner.rollout_files import RolloutFiles
 from echo2_learner.session import GrantedBatch, Session
 from echo2_learner.tasks import Tasks
-from echo2_learner.trainer import Trainer
+from echo2_learner.trackers import Trackers
+from echo2_learner.trainer import StepMetrics
 from echo2_workers.environment import Environment, load_environment
 from echo2_workers.models import model_folder
 
@@ -40,20 +42,14 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
-class Parts:
+class Parts(RankParts):
     """`incarnation` and `lineage` are set by `begin`; `published` is the last step that was."""
 
-    config: Config
-    run_dir: Path
     environment: Environment
     tasks: Tasks
-    policy: Policy
-    trainer: Trainer
-    publisher: Publisher
-    check: LogprobCheck
-    checkpoints: CheckpointStore
     metrics: MetricsFile
-    resumed: Checkpoint | None
+    rollouts: RolloutFiles
+    trackers: Trackers
     incarnation: int = 0
     run_id: str = ""
     lineage: Lineage = field(default_factory=Lineage)
@@ -61,10 +57,6 @@ class Parts:
     saved_step: int | None = None
     next_task_index: int = 0
     groups_trained: int = 0
-
-    @property
-    def resume_step(self) -> int:
-        return self.resumed.state.step if self.resumed else 0
 
     def begin(self, welcome: LearnerWelcome) -> None:
         """Take the seat: the line goes on under this incarnation, and the folder is ours."""
@@ -85,6 +77,8 @@ class Parts:
         self.lineage.begin(welcome.incarnation, welcome.step)
         self.checkpoints.claim(welcome.incarnation)
         self.metrics.mend()
+        self.rollouts.begin(welcome.step)
+        self.trackers.begin(resume_step=welcome.step, run_id=welcome.run_id)
         self.publisher.versions.find(self.lineage)
         log.info("learner_started", incarnation=self.incarnation, step=self.resume_step)
 
@@ -102,9 +96,21 @@ class Parts:
             granted,
             staleness_max=self.config.staleness.max,
             lineage=self.lineage,
-            advantage_epsilon=self.config.learner.loss.advantage_epsilon,
+            loss=self.config.learner.loss,
+            max_tokens=self.config.sampling.max_tokens,
             vocab_size=self.policy.vocab_size,
         )
+
+    def train(self, batch: TrainingBatch) -> StepMetrics:
+        """One learner step, on all ranks."""
+        if self.ranks.size > 1:
+            self.ranks.order("train", batch_to_bytes(batch))
+        return self.trainer.step(batch)
+
+    def compare(self, batch: TrainingBatch) -> CheckResult:
+        """The log-probability check of the batch that was trained last."""
+        self.ranks.order("check", known=self.publisher.versions.known())
+        return self.check.check(batch)
 
     def count(self, groups: Sequence[BatchGroup]) -> None:
         self.groups_trained += len(groups)
@@ -122,6 +128,20 @@ class Parts:
     def write_line(self, line: Mapping[str, Any]) -> None:
         self.checkpoints.check_claim()
         self.metrics.append(line)
+        self.trackers.log(line)
+
+    def save_rollouts(
+        self, granted: GrantedBatch, batch: TrainingBatch, check: CheckResult
+    ) -> None:
+        """Keep the batch that was trained in RUN/rollouts, if that is wanted and possible."""
+        self.rollouts.save(
+            granted,
+            batch,
+            incarnation=self.incarnation,
+            run_id=self.run_id,
+            mismatch=check.by_worker,
+            start_logprobs=self.trainer.start_logprobs,
+        )
 
     def save_checkpoint(self, session: Session | None, step: int) -> None:
         """Write the checkpoint of v = `step`, unless it is there; without a session nobody is
@@ -145,63 +165,25 @@ class Parts:
     def save_final(self) -> None:
         """RUN/final: the policy as a Hugging Face folder, whole or not there."""
         self.checkpoints.check_claim()
-        aside = self.run_dir / f".final-{os.getpid()}"
-        shutil.rmtree(aside, ignore_errors=True)
-        self.policy.save(aside)
-        shutil.rmtree(self.run_dir / "final", ignore_errors=True)
-        aside.rename(self.run_dir / "final")
+        save_final_folder(self.policy, self.run_dir / "final", self.ranks)
 
 
-def build(config: Config, run_dir: Path, *, resume: bool) -> Parts:
+def build(config: Config, run_dir: Path, *, resume: bool, ranks: Ranks = ALONE) -> Parts:
     """Read model, environment and the newest checkpoint. ConfigError when they do not fit.
 
     With `resume` and without any checkpoint the run starts at step 0: the learner may have
     died before the first one.
     """
-    table = config.learner
-    checkpoints = CheckpointStore(run_dir, keep=config.checkpoint.keep)
-    if not resume and checkpoints.exists():
-        raise ConfigError(
-            f"{run_dir} holds checkpoints of a run that was started before; go on with --resume, "
-            "or choose another --run-dir"
-        )
-    if table.threads:
-        torch.set_num_threads(table.threads)
-    seed_all(config.run.seed)
-    folder = model_folder(config.model.path)
-    device = choose_device(table.device)
-    policy = Policy.load(folder, device=device)
-    reference = Policy.load(folder, device=device) if table.loss.kl_coefficient > 0 else None
-    temperature = config.sampling.temperature
-    trainer = Trainer(policy, table, temperature=temperature, reference=reference)
-    publisher = Publisher(
-        policy,
-        run_dir,
-        dtype=DTYPES[config.model.dtype],
-        run_name=config.run.name,
-        origin_timeout_s=config.net.connect_timeout_s,
+    trackers = Trackers(config, run_dir)
+    held = build_rank_parts(config, run_dir, resume=resume, ranks=ranks)
+    environment = load_environment(
+        config.environment.name, config.environment.settings, model_folder(config.model.path)
     )
-    resumed = checkpoints.newest() if resume else None
-    if resumed is not None:
-        resumed.restore(policy, trainer)
-    environment = load_environment(config.environment.name, config.environment.settings, folder)
     return Parts(
-        config=config,
-        run_dir=run_dir,
+        **{part.name: getattr(held, part.name) for part in fields(held)},
         environment=environment,
         tasks=Tasks(environment),
-        policy=policy,
-        trainer=trainer,
-        publisher=publisher,
-        check=LogprobCheck(publisher.versions, publisher.scratch, table, temperature=temperature),
-        checkpoints=checkpoints,
         metrics=MetricsFile(run_dir / "metrics.jsonl"),
-        resumed=resumed,
+        rollouts=RolloutFiles(run_dir, config.rollouts),
+        trackers=trackers,
     )
-
-
-def seed_all(seed: int) -> None:
-    """Seed torch, Python and numpy."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)

@@ -2,26 +2,39 @@
 
 Weights come from files only: a tensor that the folder lacks is an error, never a random
 initialisation. The model stays in eval mode, also while it trains: dropout would make the
-ratio of two passes over the same tokens differ from 1.
+ratio of two passes over the same tokens differ from 1 (only adapters may have one of their own).
 
 A tied tensor has one name here, the first in the state dict (`model.embed_tokens.weight`,
 not `lm_head.weight`); so it is trained, saved, published and counted once.
 
-Letters: B trajectories, T tokens (right-padded), V vocabulary.
+What is trained are all weights, or their float32 masters (`masters.py`), or adapters alone
+(`lora.py`): `trained_parameters` is what the optimizer steps, `tensors` what a checkpoint
+keeps, `published_tensors` what a version holds, under the names of the plain model.
+
+Letters: B trajectories, T tokens (right-padded), N tokens in the loss.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from echo2.config_loss import LoraTable
 from echo2.errors import ConfigError, LearnerError
+from echo2_learner import lora, shards
+from echo2_learner.head import Rows, TokenLogprobs
+from echo2_learner.masters import Masters
+from echo2_learner.packing import padded_rows, single_bundles
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -41,64 +54,110 @@ ASSET_FILES: Final = (
 
 
 class Policy:
-    """A model with its weights on one device, in one dtype."""
+    """A model with its weights on one device, in one dtype, or sharded over ranks.
 
-    def __init__(self, module: nn.Module, folder: Path) -> None:
+    `forward_module` is what runs; `masters` the float32 weights behind those of a lower
+    precision, if they are kept here.
+    """
+
+    def __init__(self, module: nn.Module, folder: Path, *, masters: Masters | None = None) -> None:
         self.module = module.eval()
         self.folder = folder
+        self.masters = masters
+        self.forward_module = TokenLogprobs(module)
+        self.has_adapters = any(lora.is_adapter(name) for name, _ in module.named_parameters())
+        self._device: torch.device | None = None
+        self._dtype: torch.dtype | None = None
 
     @classmethod
     def load(
-        cls, folder: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        cls,
+        folder: Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        trained: bool = False,
+        adapters: LoraTable | None = None,
+        attention: str = "sdpa",
     ) -> Policy:
-        """Read a Hugging Face folder. ConfigError when it is not one of a causal LM."""
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, local_files_only=True, output_loading_info=True
-            )
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise ConfigError(
-                f"model.path: {folder} could not be loaded as a causal language model: {error}"
-            ) from error
-        module, info = loaded
-        absent = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
-        if absent:
-            raise ConfigError(
-                f"model.path: {folder} lacks {len(absent)} tensors of its architecture, or has "
-                f"them in another shape ({', '.join(absent[:5])}); give a complete folder"
-            )
-        return cls(module.to(device), folder)
+        """Read a Hugging Face folder. ConfigError when it is not one of a causal LM.
+
+        `trained`: it will be; weights of a lower precision than float32 get masters, unless
+        `adapters` are trained instead of them. `attention` as transformers names its kernels.
+        """
+        module = _load(folder, dtype, attention).to(device)
+        if trained and adapters is not None and adapters.rank:
+            lora.add_adapters(module, adapters)
+            return cls(module, folder)
+        masters = None
+        if trained and dtype != torch.float32:
+            exact = _load(folder, torch.float32, "sdpa").to(device)
+            masters = Masters(dict(module.named_parameters()), dict(exact.named_parameters()))
+        return cls(module, folder, masters=masters)
 
     @property
     def device(self) -> torch.device:
-        return next(self.module.parameters()).device
+        """Where inputs belong."""
+        return self._device or next(self.module.parameters()).device
+
+    def use_device(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        """Inputs belong on `device`, and layers compute in `dtype`, wherever and however the
+        parameters rest."""
+        self._device, self._dtype = device, dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights that compute."""
+        return self._dtype or next(self.module.parameters()).dtype
+
+    @property
+    def is_sharded(self) -> bool:
+        return any(shards.is_sharded(parameter) for parameter in self.module.parameters())
 
     @property
     def vocab_size(self) -> int:
         return int(self.module.config.vocab_size)  # type: ignore[union-attr, arg-type]
 
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Trained tensors by name, tied ones once."""
-        return dict(self.module.named_parameters())
+    def trained_parameters(self) -> dict[str, Tensor]:
+        """What the optimizer steps, by name, tied ones once: leaves with gradients."""
+        if self.masters is not None:
+            return dict(self.masters.values)
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+    def after_update(self) -> None:
+        """To be called when the optimizer has stepped: the compute weights follow."""
+        if self.masters is not None:
+            self.masters.write_back()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Live tensors of the state dict by name, without tied duplicates."""
+        """What makes up this policy beyond its folder, live, by name: the state dict without
+        tied duplicates, with masters in place of rounded weights; of adapters they alone."""
+        if self.has_adapters:
+            return {n: t for n, t in self._state().items() if lora.is_adapter(n)}
+        masters = {} if self.masters is None else self.masters.values
+        return {name: masters.get(name, tensor) for name, tensor in self._state().items()}
+
+    def published_tensors(self) -> dict[str, Tensor]:
+        """What a version holds: names of the plain model, adapters merged into its weights."""
+        if self.has_adapters:
+            return lora.merged(self.module, self._state())
+        return self.tensors()
+
+    def _state(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        seen: set[tuple[int, torch.Size]] = set()
-        for name, tensor in self.module.state_dict().items():
-            key = (tensor.data_ptr(), tensor.shape)
-            if tensor.numel() and key in seen:
-                continue
-            seen.add(key)
-            found[name] = tensor
+        seen: set[int] = set()
+        for name, tensor in self.module.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                found[name] = tensor.detach() if not shards.is_sharded(tensor) else tensor
         return found
 
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     @torch.no_grad()
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy values in, cast to this policy's dtype. LearnerError if names or shapes differ."""
+    def load_tensors(self, tensors: shards.Tensors) -> None:
+        """Copy values into `tensors()`, cast. LearnerError if names or shapes differ."""
         own = self.tensors()
         if own.keys() != tensors.keys():
             odd = sorted(own.keys() ^ tensors.keys())
@@ -107,13 +166,19 @@ class Policy:
                 f"two ({', '.join(odd[:5])}); use the model of the run"
             )
         for name, tensor in own.items():
-            if tensor.shape != tensors[name].shape:
+            if tuple(tensor.shape) != tuple(tensors[name].shape):
                 raise LearnerError(
                     f"these weights are of another model: {name} has the shape "
                     f"{tuple(tensors[name].shape)}, and the run's {tuple(tensor.shape)}"
                 )
         for name, tensor in own.items():
-            tensor.copy_(tensors[name])
+            shards.copy_in(tensor, tensors[name])
+        self.after_update()
+
+    def token_logprobs(self, rows: Rows, *, temperature: float) -> tuple[Tensor, Tensor]:
+        """([N] logprob, [N] entropy in nats) of the tokens in the loss, as `rows` orders them."""
+        found: tuple[Tensor, Tensor] = self.forward_module(rows, temperature=temperature)
+        return found
 
     def logprobs(
         self, token_ids_BT: Tensor, lengths_B: Tensor, *, temperature: float
@@ -121,29 +186,47 @@ class Policy:
         """([B, T] logprob of each token, [B, T] entropy in nats of what it was drawn from).
 
         Of the distribution at `temperature`, without top-p (see `echo2.types.Sampling`).
-        Column 0 is 0.0: the first token has no context. Beyond a row's length the values
-        mean nothing. The entropy carries no gradient.
+        Column 0 is 0.0: the first token has no context. Beyond a row's length all is 0.0.
+        The entropy carries no gradient.
         """
-        positions_T = torch.arange(token_ids_BT.shape[1], device=token_ids_BT.device)
-        # Rows are padded on the right: every real token sees just the real ones before it.
-        attention_BT = (positions_T[None, :] < lengths_B[:, None]).long()
-        logits_BTV = self.module(
-            input_ids=token_ids_BT,
-            attention_mask=attention_BT,
-            position_ids=positions_T[None, :].expand_as(token_ids_BT),
-            use_cache=False,
-        ).logits[:, :-1]
-        logits_BTV = logits_BTV.to(_at_least_float(logits_BTV)) / temperature
-        all_BTV = torch.log_softmax(logits_BTV, dim=-1)
-        chosen_BT = all_BTV.gather(2, token_ids_BT[:, 1:, None])[..., 0]
-        with torch.no_grad():
-            # entr is 0 at 0, also where a model rules a token out with a logit of -inf.
-            entropy_BT = torch.special.entr(all_BTV.exp()).sum(-1)
-        return nn.functional.pad(chosen_BT, (1, 0)), nn.functional.pad(entropy_BT, (1, 0))
+        sequences = [
+            row[:length].astype(np.int32)
+            for row, length in zip(token_ids_BT.cpu().numpy(), lengths_B.tolist(), strict=True)
+        ]
+        masks = [np.arange(len(sequence)) > 0 for sequence in sequences]
+        packed = padded_rows(single_bundles(sequences), sequences, masks)
+        rows = Rows.of(packed, device=self.device, dtype=self.dtype)
+        place_N = torch.from_numpy(packed.place_N).to(self.device)
+        shape = (len(sequences), max(len(sequence) for sequence in sequences))
+        beyond = token_ids_BT.shape[1] - shape[1]
+
+        def spread(values_N: Tensor) -> Tensor:
+            flat = values_N.new_zeros(shape[0] * shape[1]).scatter(0, place_N, values_N)
+            return nn.functional.pad(flat.view(shape), (0, beyond))
+
+        logprobs_N, entropy_N = self.token_logprobs(rows, temperature=temperature)
+        return spread(logprobs_N), spread(entropy_N)
+
+    def checkpoint_activations(self) -> None:
+        """From now on each layer keeps its input alone and computes again on the way back.
+        ConfigError when the model does not say what a layer is."""
+        layers = [m for m in self.module.modules() if isinstance(m, GradientCheckpointingLayer)]
+        if not layers:
+            raise ConfigError(
+                f"learner.gradient_checkpointing: {type(self.module).__name__} has no layers that "
+                "can be computed again; set it to false"
+            )
+        for layer in layers:
+            # Not transformers' own switch: that one works in training mode only, with dropout.
+            layer.forward = partial(_recomputed, layer.forward)
 
     def save(self, folder: Path) -> None:
         """Write a Hugging Face folder: weights, configuration and the tokenizer's files."""
-        self.module.save_pretrained(folder)  # type: ignore[operator]
+        module: Any = self.module
+        if self.has_adapters or self.masters is not None:
+            module.save_pretrained(folder, state_dict=self.published_tensors())
+        else:
+            module.save_pretrained(folder)
         for name, path in self.asset_files().items():
             if not (folder / name).exists():
                 shutil.copyfile(path, folder / name)
@@ -152,6 +235,39 @@ class Policy:
         """File name -> path of what a worker needs beside the weights."""
         paths = {name: self.folder / name for name in ASSET_FILES}
         return {name: path for name, path in paths.items() if path.is_file()}
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _load(folder: Path, dtype: torch.dtype, attention: str) -> nn.Module:
+    # Where a model has no such kernel, transformers' own choice is better than none.
+    kernel = {} if attention == "sdpa" else {"attn_implementation": attention}
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, output_loading_info=True, **kernel
+        )
+    except ImportError as error:
+        raise ConfigError(
+            f"learner.attention: {attention} cannot be used here ({error}); install what it "
+            'needs, or set it to "sdpa"'
+        ) from error
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(
+            f"model.path: {folder} could not be loaded as a causal language model: {error}"
+        ) from error
+    module, info = loaded
+    absent = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
+    if absent:
+        raise ConfigError(
+            f"model.path: {folder} lacks {len(absent)} tensors of its architecture, or has "
+            f"them in another shape ({', '.join(absent[:5])}); give a complete folder"
+        )
+    found: nn.Module = module
+    return found
 
 
 def choose_device(name: str) -> torch.device:
@@ -165,7 +281,3 @@ def choose_device(name: str) -> torch.device:
             f'learner.device is {name!r}, which torch does not know ({error}); use "auto", "cpu", '
             '"cuda" or "cuda:0"'
         ) from error
-
-
-def _at_least_float(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

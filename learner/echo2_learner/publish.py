@@ -7,13 +7,17 @@ the coordinator -> pruned when `keep_from` says that nobody needs it.
 Names of tensors are those of the Hugging Face state dict; a tied tensor is published once,
 under its first name (`model.embed_tokens.weight`, not `lm_head.weight`), and an engine ties
 it again, as the model's configuration says.
+
+Of several ranks rank 0 publishes and the others `help`: each casts its own rows, all compute
+the probe together, and then one tensor after the other is gathered, so that no rank ever
+holds more than one whole. The bytes are those that one process would have published.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +30,8 @@ from echo2.messages import VersionPublished
 from echo2.types import Version
 from echo2.weights.store import open_version, prune, write_assets, write_version
 from echo2_learner.policy import Policy
+from echo2_learner.ranks import ALONE, Ranks
+from echo2_learner.shards import StoredTensor, full
 
 NUM_PROBES: Final = 4
 PROBE_LENGTH: Final = 12
@@ -70,12 +76,20 @@ class PublishedVersions:
     def __contains__(self, version: Version) -> bool:
         return version in self._digests
 
+    def known(self) -> dict[str, str]:
+        """Digest by version, as text, for the other ranks."""
+        return {str(version): digest for version, digest in self._digests.items()}
+
+    def take(self, known: Mapping[str, str]) -> None:
+        """Know just what `known` of rank 0 told."""
+        self._digests = {Version.parse(version): digest for version, digest in known.items()}
+
     def load(self, version: Version, policy: Policy) -> None:
-        """Put the weights of `version` into `policy`, bit by bit."""
+        """Put the weights of `version` into `policy`, bit by bit; of a sharded one, its rows."""
         with _opened(self.folder, self._digests[version]) as stored:
             policy.load_tensors(
                 {
-                    name: _tensor(dtype, shape, content)
+                    name: _stored_tensor(dtype, shape, content)
                     for name, (dtype, shape, content) in stored.tensors().items()
                 }
             )
@@ -92,20 +106,23 @@ class PublishedVersions:
 
 
 class Publisher:
-    """Publishes `policy` in `dtype`. `scratch` is a second model of that dtype: it holds the
-    last published version after a publication, and the log-probability check borrows it."""
+    """Publishes `policy` in the dtype of `scratch`, a second model (sharded as the policy is):
+    it holds the last published version after a publication, and the log-probability check
+    borrows it."""
 
     def __init__(
         self,
         policy: Policy,
         run_dir: Path,
         *,
-        dtype: torch.dtype,
+        scratch: Policy,
         run_name: str,
         origin_timeout_s: float,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.policy = policy
-        self.scratch = Policy.load(policy.folder, dtype=dtype, device=policy.device)
+        self.scratch = scratch
+        self._ranks = ranks
         self.versions = PublishedVersions(run_dir / "versions")
         self._origin_file = run_dir / "origin.json"
         self._origin_timeout_s = origin_timeout_s
@@ -119,7 +136,7 @@ class Publisher:
         `final`: the last of the run. WeightsError when the disk does not take it,
         WaitTimeoutError when no origin serves the run folder.
         """
-        self.scratch.load_tensors(self.policy.tensors())
+        self._ranks.order("publish")
         probe = self._probe_logprobs()
         folder = self.versions.folder
         if not self._assets_digest:
@@ -146,22 +163,37 @@ class Publisher:
             probe_logprobs=probe.numpy().tobytes(),
         )
 
+    def help(self) -> None:
+        """What the other ranks do while rank 0 is in `publish`."""
+        self._probe_logprobs()
+        for _ in self._wholes():
+            pass
+
     def prune(self, keep_from: int) -> None:
         """Let versions below `keep_from` go; assets stay."""
         self.versions.prune(keep_from, keep={self._assets_digest} - {""})
 
     @torch.no_grad()
     def _probe_logprobs(self) -> Tensor:
-        """[NUM_PROBES, PROBE_LENGTH] float32, column 0 is 0.0."""
+        """Take the policy's weights of now over into `scratch`, and compute the probe with it.
+
+        [NUM_PROBES, PROBE_LENGTH] float32, column 0 is 0.0.
+        """
+        self.scratch.load_tensors(self.policy.published_tensors())
         tokens = self._probe_tokens.to(self.policy.device)
         lengths = torch.full((NUM_PROBES,), PROBE_LENGTH, device=self.policy.device)
         logprobs, _ = self.scratch.logprobs(tokens, lengths, temperature=1.0)
         return logprobs.float().cpu()
 
     def _buffers(self) -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]:
-        for name, tensor in self.scratch.tensors().items():
+        for name, tensor in self._wholes():
             flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
             yield name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), flat.numpy().data
+
+    def _wholes(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors one by one, gathered from all ranks."""
+        for name, tensor in self.scratch.tensors().items():
+            yield name, full(tensor)
 
     def _origin(self) -> dict[str, Any]:
         """What the origin wrote about itself, read anew: it may have been restarted."""
@@ -204,6 +236,15 @@ def _opened(folder: Path, manifest_digest: str) -> Any:
     return stored
 
 
-def _tensor(dtype: str, shape: tuple[int, ...], content: memoryview) -> Tensor:
-    """A tensor of its own: the copy lets the mapping go."""
-    return torch.frombuffer(bytearray(content), dtype=_DTYPES[dtype]).reshape(shape)
+def _stored_tensor(dtype: str, shape: tuple[int, ...], content: memoryview) -> StoredTensor:
+    row_bytes = len(content) // shape[0] if shape and shape[0] else len(content)
+
+    def read(start: int, stop: int) -> Tensor:
+        """A tensor of its own: the copy lets the mapping go."""
+        part = content[start * row_bytes : stop * row_bytes] if shape else content
+        rows = (max(0, stop - start), *shape[1:]) if shape else ()
+        if not len(part):
+            return torch.empty(rows, dtype=_DTYPES[dtype])
+        return torch.frombuffer(bytearray(part), dtype=_DTYPES[dtype]).reshape(rows)
+
+    return StoredTensor(shape, _DTYPES[dtype], read)

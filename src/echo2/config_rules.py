@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from echo2.config_vllm import engine_args_problem, stop_problem
 from echo2.messages import GROUP_FRAME_MAX_BYTES
 from echo2.types import TOKENS_MAX
 
@@ -191,6 +192,42 @@ def _updates(c: Config) -> str | None:
     )
 
 
+def _learner_dtype(c: Config) -> str | None:
+    if c.learner.dtype == "float32" or c.model.dtype == "bfloat16":
+        return None
+    return (
+        f'"{c.learner.dtype}" needs model.dtype = "bfloat16", not "{c.model.dtype}": workers '
+        "would sample with other weights than those that compute in the learner; set "
+        'model.dtype = "bfloat16", or learner.dtype = "float32"'
+    )
+
+
+def _learning_rate_min(c: Config) -> str | None:
+    if c.learner.learning_rate_min <= c.learner.learning_rate:
+        return None
+    return (
+        f"{c.learner.learning_rate_min:g} is above learner.learning_rate "
+        f"{c.learner.learning_rate:g}: a schedule falls from that to this; lower it"
+    )
+
+
+def _ranks(c: Config) -> str | None:
+    ranks = c.learner.ranks
+    if ranks == 1:
+        return None
+    if c.learner.lora.rank:
+        return (
+            f"{ranks} with learner.lora.rank {c.learner.lora.rank}: adapters are trained by one "
+            "process; set learner.ranks to 1, or learner.lora.rank to 0"
+        )
+    if re.fullmatch(r"cuda:\d+", c.learner.device):
+        return (
+            f'{ranks} with learner.device "{c.learner.device}": each rank has a device of its '
+            'own; use "cuda" or "auto"'
+        )
+    return None
+
+
 def _run_name(c: Config) -> str | None:
     if c.run.name not in (".", ".."):
         return None
@@ -282,8 +319,21 @@ RULES: Final = (
         ("learner.updates_per_step", "learner.groups_per_step"),
         _updates,
     ),
+    Rule("learner.ranks", ("learner.ranks", "learner.lora.rank", "learner.device"), _ranks),
+    Rule("learner.dtype", ("learner.dtype", "model.dtype"), _learner_dtype),
+    Rule(
+        "learner.learning_rate_min",
+        ("learner.learning_rate_min", "learner.learning_rate"),
+        _learning_rate_min,
+    ),
     Rule("environment.settings", ("environment.settings",), _settings),
     Rule("run.name", ("run.name",), _run_name),
     Rule("worker.name", ("worker.name", "workers.local"), _worker_name),
+    Rule("worker.vllm.engine_args", ("worker.vllm.engine_args",), engine_args_problem),
+    Rule(
+        "sampling.stop",
+        ("sampling.stop", "sampling.stop_token_ids", "worker.engine"),
+        stop_problem,
+    ),
     Rule("dispatch.stall_s", ("dispatch.stall_s", "heartbeat.interval_s"), _stall),
 )

@@ -132,6 +132,14 @@ def _work(c: Config) -> list[Fact]:
             f"R·G·max_tokens = {tokens} sampled tokens per step at most, for each turn",
         ),
         Fact(
+            "learner_ranks",
+            c.learner.ranks,
+            "one process learns"
+            if c.learner.ranks == 1
+            else f"{c.learner.ranks} processes learn together, each holding 1/{c.learner.ranks} of "
+            "weights, gradients and optimizer",
+        ),
+        Fact(
             "groups_in_work",
             c.workers.local * c.worker.slots,
             f"{c.workers.local} local worker(s) with engine {c.worker.engine} and "
@@ -142,6 +150,9 @@ def _work(c: Config) -> list[Fact]:
 
 def _records(c: Config) -> list[Fact]:
     steps, every = c.learner.steps, c.checkpoint.every_steps
+    kept = min(c.rollouts.keep_steps, steps)
+    named = {"tensorboard": c.trackers.tensorboard, "wandb": c.trackers.wandb}
+    trackers = [name for name, is_on in named.items() if is_on]
     checkpoints = _times(steps, every)
     found = [
         Fact(
@@ -149,7 +160,15 @@ def _records(c: Config) -> list[Fact]:
             checkpoints,
             f"{checkpoints} written (every {every} steps and at the end), "
             f"the newest {min(checkpoints, c.checkpoint.keep)} kept",
-        )
+        ),
+        Fact(
+            "rollouts",
+            kept,
+            f"those of the newest {kept} steps kept, {c.rollouts.bytes_max / 2**20:.0f} MiB at most"
+            if kept
+            else "none kept (rollouts.keep_steps = 0)",
+        ),
+        Fact("trackers", trackers, ", ".join(["metrics.jsonl", *trackers])),
     ]
     if not c.eval.every_steps:
         return [*found, Fact("evals", 0, "none (eval.every_steps = 0)")]

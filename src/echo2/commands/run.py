@@ -9,7 +9,7 @@ from typing import Any
 
 from echo2.commands.check import without_secrets
 from echo2.commands.display import make_display
-from echo2.commands.extras import need_extras
+from echo2.commands.extras import need_extras, need_trackers
 from echo2.commands.local_run import LocalRun
 from echo2.commands.run_folder import RunFolder
 from echo2.config import Config, load_config
@@ -33,6 +33,7 @@ def main(path: Path, run_dir: Path | None, overrides: list[str], *, resume: bool
     if resume and not folder.resolved_config.exists():
         raise Echo2Error(f"{folder.path} holds no run to go on with; leave out --resume")
     need_extras("learner")
+    need_trackers(config.trackers)
     if config.worker.engine == "transformers":
         need_extras("worker")
     folder.path.mkdir(parents=True, exist_ok=True)

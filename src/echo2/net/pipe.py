@@ -175,9 +175,11 @@ async def spawn(
     *,
     env: Mapping[str, str] | None = None,
     log_path: str | os.PathLike[str] | None = None,
+    python: str | os.PathLike[str] = "",
 ) -> ChildProcess:
     """Start `python -m module args` with a pipe to it.
 
+    `python` is this interpreter unless another is named; echo2 must be installed there.
     `env` is added to our own environment. Its output is appended to `log_path`, or goes
     where ours goes. To be called on a thread that lives as long as the child should: the
     kernel takes the end of that thread for the end of the parent.
@@ -186,7 +188,9 @@ async def spawn(
     with theirs:
         pipe = await _open_pipe(ours)
         try:
-            process = await _start(module, args, env=env, log_path=log_path, end=theirs)
+            process = await _start(
+                module, args, env=env, log_path=log_path, end=theirs, python=str(python)
+            )
         except BaseException:
             await pipe.close()
             raise
@@ -212,12 +216,13 @@ async def _start(
     env: Mapping[str, str] | None,
     log_path: str | os.PathLike[str] | None,
     end: socket.socket,
+    python: str,
 ) -> asyncio.subprocess.Process:
     ours = {PIPE_VARIABLE: str(end.fileno()), PARENT_VARIABLE: str(os.getpid())}
     output = None if log_path is None else _open_log(Path(log_path))
     try:
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "echo2.net.child", module, *args),
+            *(python or sys.executable, "-m", "echo2.net.child", module, *args),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=output,

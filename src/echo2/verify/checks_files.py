@@ -104,7 +104,7 @@ def _problem(folder: Path, step: int) -> str:
         return f"state.json cannot be read ({type(error).__name__}: {error})"
     if state_step != step:
         return f"state.json is of step {state_step}"
-    if "policy.safetensors" not in files:
+    if not any(name.startswith("policy") for name in files):  # of ranks, one for each
         return "state.json names no policy.safetensors"
     for name, (size, digest) in files.items():
         path = folder / Path(name).name

@@ -8,7 +8,9 @@ from typing import Any, Final
 from echo2.verify.check import Check
 from echo2.verify.records import METRICS_FILE, Line
 
-LOGPROB_DIFF_MAX: Final = {"float32": 1e-3, "bfloat16": 2e-2}
+LOGPROB_DIFF_MAX: Final = {
+    "float32": 1e-3, "bfloat16": 2e-2, "fp8": 1e-1, "int8": 1e-1, "int4": 3e-1,
+}  # fmt: skip
 """Largest mean |behaviour logprob - recomputed logprob| of a check, by precision class."""
 LOGPROB_TOKENS_MIN: Final = 1000
 """A mean is over so many tokens, which small batches add up to."""
@@ -190,8 +192,14 @@ class Logprobs(MetricsCheck):
                     step=line["step"],
                 )
             largest = max(largest or 0.0, diff)
-        self.promise.facts.update({"largest": largest, "allowed": allowed, "tokens": compared})
         self._enough()
+        if not self.promise.checked:
+            self.promise.skipped = (
+                f"nothing was checked: none of {len(self.metrics)} lines compares logprobs (a "
+                f"comparison needs {LOGPROB_TOKENS_MIN} tokens, which small batches add up to)"
+            )
+            return
+        self.promise.facts.update({"largest": largest, "allowed": allowed, "tokens": compared})
 
     def _enough(self) -> None:
         """Half of the lines have a check, or as many as small batches add up to: a mean needs

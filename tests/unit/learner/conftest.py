@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from echo2.config_loss import LossTable
 from echo2.core.lineage import Lineage
 from echo2.messages import BatchGroup
 from echo2.types import Span, Task, TrajectoryHeader, Version
@@ -39,6 +40,12 @@ def _load(name: str) -> ModuleType:
 def fake() -> ModuleType:
     """The module fake_session.py."""
     return _load("fake_session")
+
+
+@pytest.fixture(scope="session")
+def plain_losses() -> ModuleType:
+    """The module plain_losses.py."""
+    return _load("plain_losses")
 
 
 @pytest.fixture(scope="session")
@@ -153,11 +160,13 @@ def make_batch(
     loss_from_step: int = 0,
     staleness_max: int = 2,
     lineage: Sequence[tuple[int, int]] = ((1, 0),),
+    loss: LossTable | None = None,
 ) -> TrainingBatch:
     return read_batch(
         make_granted(groups, step=step, loss_from_step=loss_from_step),
         staleness_max=staleness_max,
         lineage=Lineage(starts=list(lineage)),
-        advantage_epsilon=1e-6,
+        loss=loss or LossTable(),
+        max_tokens=4,
         vocab_size=32,
     )

@@ -7,13 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from echo2.errors import LearnerError
 from echo2.messages import BatchGroup
-from echo2_learner.batch import TrainingBatch, micro_batches, padded_runs, split_updates
-from echo2_learner.loss import grpo_loss
-from echo2_learner.policy import Policy
+from echo2_learner.batch import TrainingBatch, split_updates
 
 Group = Callable[..., BatchGroup]
 Batch = Callable[..., TrainingBatch]
@@ -140,72 +137,3 @@ def test_updates_share_the_groups_evenly_and_keep_them_whole(
     ]
     assert len(split_updates(batch, 8)) == 5
     assert split_updates(a_batch([]), 2) == []
-
-
-@pytest.mark.parametrize("tokens_max", [1, 12, 20, 1000])
-def test_micro_batches_keep_within_their_padded_tokens(
-    a_group: Group, a_batch: Batch, tokens_max: int
-) -> None:
-    lengths = [5, 9, 7, 6, 12, 5]
-    batch = a_batch([a_group(rewards=[0, 1, 0, 1, 0, 1], lengths=lengths)])
-    made = micro_batches(list(batch.trajectories), tokens_max=tokens_max, aggregate="token_mean")
-    assert sorted(int(n) for micro in made for n in micro.lengths_B) == sorted(lengths)
-    for micro in made:
-        assert micro.token_ids_BT.numel() <= tokens_max or len(micro.lengths_B) == 1
-    assert sum(float(micro.shares_BT.sum()) for micro in made) == pytest.approx(1.0)
-
-
-def test_runs_of_rows_fill_their_budget() -> None:
-    assert list(padded_runs([2, 2, 3, 3, 8], tokens_max=9)) == [range(3), range(3, 4), range(4, 5)]
-    assert list(padded_runs([], tokens_max=9)) == []
-
-
-@pytest.mark.parametrize("aggregate", ["trajectory_mean", "token_mean"])
-def test_accumulated_gradients_are_those_of_one_batch(
-    aggregate: str, tiny: Policy, a_group: Group, a_batch: Batch
-) -> None:
-    """Of trajectories of different lengths, some of them partly or wholly masked."""
-    tiny.module.double()
-    batch = a_batch(
-        [
-            a_group(name="g1", rewards=(0, 1, 0), lengths=(5, 9, 7), seed=1),
-            a_group(
-                name="g2",
-                rewards=(1, 0, 0),
-                lengths=(12, 6, 8),
-                versions=((1, 2), (1, 4), (1, 5)),
-                seed=2,
-            ),
-            a_group(name="g3", rewards=(1, 0), versions=((1, 1),), seed=3),
-        ],
-        loss_from_step=3,
-    )
-    gradients = []
-    for tokens_max in (10, 30, 100_000):
-        tiny.module.zero_grad()
-        made = micro_batches(
-            list(batch.trajectories),
-            tokens_max=tokens_max,
-            aggregate=aggregate,
-            dtype=torch.float64,
-        )
-        for micro in made:
-            logprobs, _ = tiny.logprobs(micro.token_ids_BT, micro.lengths_B, temperature=1.0)
-            grpo_loss(
-                logprobs,
-                old_BT=logprobs.detach() + 0.1,
-                behaviour_BT=micro.behaviour_BT,
-                advantages_B=micro.advantages_B,
-                mask_BT=micro.mask_BT,
-                shares_BT=micro.shares_BT,
-                clip_low=0.2,
-                clip_high=0.2,
-                importance_cap=2.0,
-            ).backward()
-        gradients.append(
-            torch.cat([p.grad.flatten() for p in tiny.module.parameters() if p.grad is not None])
-        )
-    assert len(micro_batches(list(batch.trajectories), tokens_max=10, aggregate=aggregate)) > 3
-    assert float(gradients[0].norm()) > 0
-    for other in gradients[1:]:
-        torch.testing.assert_close(gradients[0], other, rtol=1e-9, atol=1e-12)

@@ -25,7 +25,8 @@ Batch = Callable[..., TrainingBatch]
 @pytest.fixture
 def publisher(tiny: Policy, run_dir: Path) -> Publisher:
     """Versions 1.3, 1.4 and 1.5 with weights that differ."""
-    made = Publisher(tiny, run_dir, dtype=torch.float32, run_name="r", origin_timeout_s=1.0)
+    scratch = Policy.load(tiny.folder)
+    made = Publisher(tiny, run_dir, scratch=scratch, run_name="r", origin_timeout_s=1.0)
     for step in (3, 4, 5):
         with torch.no_grad():
             for tensor in tiny.tensors().values():

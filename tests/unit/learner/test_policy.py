@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from echo2.errors import ConfigError, LearnerError
+from echo2_learner.layout import choose_layout
 from echo2_learner.policy import Policy, choose_device
 from echo2_workers.models import model_folder
 
@@ -51,7 +53,7 @@ def test_a_tied_tensor_has_one_name(tiny: Policy) -> None:
     names = list(tiny.tensors())
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names
-    assert set(names) == set(tiny.named_parameters())
+    assert set(names) == set(tiny.trained_parameters())
 
 
 def test_an_untied_model_keeps_both_names(tiny_folder: Path, tmp_path: Path) -> None:
@@ -117,3 +119,18 @@ def test_an_unknown_device_is_a_setting_to_mend() -> None:
     assert choose_device("cpu") == torch.device("cpu")
     with pytest.raises(ConfigError, match=r"learner\.device is 'abacus'"):
         choose_device("abacus")
+
+
+def test_an_attention_kernel_is_chosen_by_name_or_told_to_be_absent(
+    tiny: Policy, tiny_folder: Path
+) -> None:
+    tokens, lengths = torch.tensor([[1, 5, 9, 3]]), torch.tensor([4])
+    eager = Policy.load(tiny_folder, attention="eager")
+    torch.testing.assert_close(
+        eager.logprobs(tokens, lengths, temperature=1.0)[0],
+        tiny.logprobs(tokens, lengths, temperature=1.0)[0],
+    )
+    assert choose_layout(eager, packing=True) == "tree"
+    if find_spec("flash_attn") is None:
+        with pytest.raises(ConfigError, match=r"learner\.attention: flash_attention_2"):
+            Policy.load(tiny_folder, attention="flash_attention_2")

@@ -23,9 +23,10 @@ Make = Callable[..., Publisher]
 
 
 @pytest.fixture
-def make(tiny: Policy, run_dir: Path) -> Make:
+def make(tiny: Policy, tiny_folder: Path, run_dir: Path) -> Make:
     def build(dtype: torch.dtype = torch.float32, timeout_s: float = 0.2) -> Publisher:
-        return Publisher(tiny, run_dir, dtype=dtype, run_name="r", origin_timeout_s=timeout_s)
+        scratch = Policy.load(tiny_folder, dtype=dtype)
+        return Publisher(tiny, run_dir, scratch=scratch, run_name="r", origin_timeout_s=timeout_s)
 
     return build
 

@@ -26,7 +26,7 @@ FOLDER = model_folder("builtin:addition-1m")
 
 def test_it_is_a_qwen2_of_a_million_weights_in_two_megabytes() -> None:
     policy = Policy.load(FOLDER)
-    assert builtin_models() == ["addition-1m"]
+    assert builtin_models() == ["addition-1m", "ascii-1m"]
     assert policy.num_parameters() == 989_312
     assert policy.vocab_size == VOCAB_SIZE
     assert policy.module.config.max_position_embeddings == 128

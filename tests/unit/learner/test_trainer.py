@@ -13,7 +13,8 @@ from echo2.errors import LearnerError
 from echo2.messages import BatchGroup
 from echo2_learner.batch import TrainingBatch
 from echo2_learner.policy import Policy
-from echo2_learner.trainer import Trainer, scheduled_learning_rate
+from echo2_learner.schedule import scheduled_learning_rate
+from echo2_learner.trainer import Trainer
 
 Group = Callable[..., BatchGroup]
 Batch = Callable[..., TrainingBatch]
@@ -194,7 +195,7 @@ def test_vectors_are_not_decayed(tiny: Policy) -> None:
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
     assert {p.ndim for p in vectors["params"]} == {1}
     assert sum(len(g["params"]) for g in trainer.optimizer.param_groups) == len(
-        tiny.named_parameters()
+        tiny.trained_parameters()
     )
 
 
@@ -215,3 +216,21 @@ def test_vectors_are_not_decayed(tiny: Policy) -> None:
 def test_the_learning_rate_follows_its_schedule(schedule: str, step: int, share: float) -> None:
     table = a_table(schedule=schedule, warmup_steps=4, steps=100, learning_rate=0.01)
     assert scheduled_learning_rate(step, table) == pytest.approx(0.01 * share, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "rate"),
+    [
+        ("cosine", 4, 0.01),
+        ("cosine", 52, 0.006),
+        ("cosine", 100, 0.002),
+        ("linear", 52, 0.006),
+        ("linear", 500, 0.002),
+        ("constant", 100, 0.01),
+    ],
+)
+def test_a_schedule_ends_at_the_lowest_learning_rate(schedule: str, step: int, rate: float) -> None:
+    table = a_table(
+        schedule=schedule, warmup_steps=4, steps=100, learning_rate=0.01, learning_rate_min=0.002
+    )
+    assert scheduled_learning_rate(step, table) == pytest.approx(rate, abs=1e-12)

@@ -31,6 +31,17 @@ def test_a_healthy_run_with_a_rewind_keeps_every_promise(run: ARun, tmp_path: Pa
     assert report["staleness"].facts["max"] == 2
 
 
+def test_a_run_too_small_for_a_comparison_of_logprobs_says_that_nothing_was_checked(
+    run: ARun, tmp_path: Path
+) -> None:
+    for line in run.metrics:
+        line.update(tokens=50, logprob_diff_mean=None, logprob_diff_tokens=0)
+    report = verify(run, tmp_path)
+    assert report.ok, report.to_text()
+    assert report["logprobs"].verdict == "skipped"
+    assert "nothing was checked" in report["logprobs"].skipped
+
+
 def test_an_interrupted_run_may_end_in_the_middle_of_a_line_and_of_a_group(
     run: ARun, tmp_path: Path
 ) -> None:
