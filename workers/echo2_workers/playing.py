@@ -152,6 +152,7 @@ async def _play(
             generated.finish,
         )
 
+    ask.sampling = job.sampling  # type: ignore[attr-defined]  # for helpers that serve text
     began = time.monotonic()
     try:
         rollout = check_rollout(await environment.rollout(job.task, ask))
