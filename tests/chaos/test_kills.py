@@ -6,134 +6,15 @@ a user starts them on several machines.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from echo2.verify import verify_run
+from .fleet import Fleet, finishes_well
 
 pytest.importorskip("torch")
-
-ECHO2 = (sys.executable, "-m", "echo2.cli")
-WAIT_S = 240
-CONFIG = """
-[run]
-name = "chaos"
-no_worker_timeout_s = 120.0
-learner_timeout_s = 120.0
-
-[dispatch]
-group_size = 4
-stall_s = 120.0
-
-[heartbeat]
-interval_s = 0.5
-suspect_s = 2.0
-gone_s = 5.0
-
-[learner]
-steps = {steps}
-groups_per_step = 8
-threads = 1
-
-[checkpoint]
-every_steps = 4
-
-[worker]
-slots = 4
-"""
-
-
-class Fleet:
-    """The processes of one run, by name."""
-
-    def __init__(self, folder: Path, *, steps: int) -> None:
-        self.folder = folder
-        self.run_dir = folder / "run"
-        self.config = folder / "chaos.toml"
-        self.config.write_text(CONFIG.format(steps=steps))
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
-
-    def start(self, command: str, *options: str, name: str = "") -> subprocess.Popen[bytes]:
-        """`echo2 COMMAND CONFIG --run-dir RUN OPTIONS`, in a process group of its own."""
-        name = name or command
-        with (self.folder / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(
-                [*ECHO2, command, str(self.config), "--run-dir", str(self.run_dir), *options],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-            )
-        self.processes[name] = process
-        return process
-
-    def start_all(self, *, workers: int) -> None:
-        self.run_dir.mkdir()
-        self.start("coordinator")
-        self.until(lambda: (self.run_dir / "coordinator.json").exists(), "a coordinator")
-        self.start("origin")
-        self.start("learner", "--no-origin")
-        for number in range(1, workers + 1):
-            self.start("worker", "--name", f"w-{number}", name=f"w-{number}")
-
-    def events(self, name: str) -> list[dict[str, Any]]:
-        return [line for line in self.lines("events.jsonl") if line["event"] == name]
-
-    def lines(self, file: str) -> list[dict[str, Any]]:
-        path = self.run_dir / file
-        if not path.exists():
-            return []
-        whole = path.read_bytes().rpartition(b"\n")[0]
-        return [json.loads(line) for line in whole.splitlines()]
-
-    def until(self, is_true: Callable[[], object], what: str) -> None:
-        """Wait for what the processes bring about; their logs are shown when they do not."""
-        deadline = time.monotonic() + WAIT_S
-        while not is_true():
-            if time.monotonic() > deadline:
-                pytest.fail(f"no {what} after {WAIT_S} s\n{self.logs()}")
-            time.sleep(0.1)
-
-    def until_step(self, step: int) -> None:
-        self.until(
-            lambda: any(e["step"] >= step for e in self.events("step_completed")), f"step {step}"
-        )
-
-    def ends(self, name: str) -> int:
-        """The exit code of a process that ends by itself."""
-        try:
-            return self.processes[name].wait(WAIT_S)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"{name} did not end\n{self.logs()}")
-
-    def logs(self) -> str:
-        return "\n".join(
-            f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}"
-            for path in sorted(self.folder.glob("*.log"))
-        )
-
-    def stop(self) -> None:
-        for process in self.processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGCONT)
-                process.terminate()
-        for process in self.processes.values():
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
 
 @pytest.fixture
@@ -141,13 +22,6 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
     made = Fleet(tmp_path, steps=16)
     yield made
     made.stop()
-
-
-def finishes_well(fleet: Fleet) -> None:
-    assert fleet.ends("coordinator") == 0, fleet.logs()
-    report = verify_run(fleet.run_dir)
-    assert report.ok, report.to_text()
-    assert fleet.events("run_finished")[-1]["finished"] is True
 
 
 def test_a_killed_worker_loses_its_leases_to_others_and_a_new_one_joins(fleet: Fleet) -> None:
