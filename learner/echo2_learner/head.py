@@ -76,9 +76,15 @@ class TokenLogprobs(nn.Module):
         """Whether the head is a plain one; found out in the first forward pass."""
         self.logit_chunk = LOGIT_CHUNK
 
-    def forward(self, rows: Rows, *, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, rows: Rows, *, temperature: float, noise_UV: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """([N] logprob of each token in the loss, [N] entropy in nats of what it was drawn
-        from), in the order of `rows.target_N`. The entropy carries no gradient."""
+        from), in the order of `rows.target_N`. The entropy carries no gradient.
+
+        With Gumbel noise `noise_UV`: ([U] tokens drawn with it at `temperature`, [U] their
+        logprobs) instead; for a few positions only, as their logits are there all at once.
+        """
         asked = {
             "input_ids": rows.token_ids_RL,
             "attention_mask": rows.attention_R1LL,
@@ -89,10 +95,16 @@ class TokenLogprobs(nn.Module):
             self.is_chunked = has_plain_head(self.causal_lm, rows.token_ids_RL.device)
         if not self.is_chunked:
             logits_RLV: Tensor = self.causal_lm(**asked).logits
+            if noise_UV is not None:
+                logits_UV = logits_RLV.flatten(0, 1)[rows.context_U]
+                logits_UV = logits_UV.to(_at_least_float(logits_UV)) / temperature
+                return _drawn(torch.log_softmax(logits_UV, dim=-1), noise_UV)
             return _chosen(logits_RLV.flatten(0, 1)[rows.context_U], rows, temperature)
         body, head = _parts(self.causal_lm)
         hidden_RLH: Tensor = body(**asked)[0]
         hidden_UH = hidden_RLH.flatten(0, 1)[rows.context_U]
+        if noise_UV is not None:
+            return _drawn(_log_softmax(hidden_UH, head.weight, head.bias, temperature), noise_UV)
         found: tuple[Tensor, Tensor] = ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
             hidden_UH,
             head.weight,
@@ -193,11 +205,29 @@ class ChunkedLogprobs(torch.autograd.Function):
 def _log_softmax(
     hidden_cH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float
 ) -> Tensor:
-    logits_cV = nn.functional.linear(hidden_cH, weight_VH, bias_V)
-    logits_cV = logits_cV.to(_at_least_float(logits_cV))
+    logits_cV = _exact_logits(hidden_cH, weight_VH, bias_V)
     if temperature != 1.0:
         logits_cV.div_(temperature)
     return torch.log_softmax(logits_cV, dim=-1)
+
+
+def _exact_logits(hidden_cH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
+    """In float32 at least, whatever the layers compute in, as the engines do: a bfloat16 logit
+    of 20 is rounded to a sixteenth, which alone would make 0.02 nats of mismatch."""
+    dtype = _at_least_float(hidden_cH)
+    if hidden_cH.dtype == dtype:
+        return nn.functional.linear(hidden_cH, weight_VH, bias_V)
+    if hidden_cH.is_cuda:  # no float32 copy of the weight
+        logits_cV = torch.mm(hidden_cH, weight_VH.t(), out_dtype=dtype)
+    else:
+        logits_cV = nn.functional.linear(hidden_cH.to(dtype), weight_VH.to(dtype))
+    return logits_cV if bias_V is None else logits_cV.add_(bias_V)
+
+
+def _drawn(logprobs_UV: Tensor, noise_UV: Tensor) -> tuple[Tensor, Tensor]:
+    """The Gumbel-max trick: argmax(log p + noise) is drawn from p."""
+    tokens_U = (logprobs_UV + noise_UV).argmax(-1)
+    return tokens_U, logprobs_UV.gather(-1, tokens_U[:, None])[:, 0]
 
 
 def _chosen(logits_UV: Tensor, rows: Rows, temperature: float) -> tuple[Tensor, Tensor]:

@@ -207,6 +207,31 @@ class Policy:
         logprobs_N, entropy_N = self.token_logprobs(rows, temperature=temperature)
         return spread(logprobs_N), spread(entropy_N)
 
+    @torch.no_grad()
+    def sample(self, num_rows: int, length: int, *, seed: int) -> Tensor:
+        """[num_rows, length] tokens on the CPU that this policy draws at temperature 1 after
+        its first token (`bos_token_id`, or a drawn one), one forward pass a token: for a few
+        short rows. The same weights and seed give the same tokens, on any number of ranks."""
+        rng = np.random.default_rng(seed)
+        first = self.module.config.bos_token_id  # type: ignore[union-attr]
+        if isinstance(first, int) and 0 <= first < self.vocab_size:
+            tokens_BT = np.full((num_rows, 1), first, dtype=np.int32)
+        else:
+            tokens_BT = rng.integers(0, self.vocab_size, (num_rows, 1)).astype(np.int32)
+        while tokens_BT.shape[1] < length:
+            mask = np.zeros(tokens_BT.shape[1] + 1, dtype=np.bool_)
+            mask[-1] = True
+            sequences = [np.append(row, np.int32(0)) for row in tokens_BT]
+            packed = padded_rows(single_bundles(sequences), sequences, [mask] * num_rows)
+            rows = Rows.of(packed, device=self.device, dtype=self.dtype)
+            noise_UV = torch.from_numpy(rng.gumbel(size=(num_rows, self.vocab_size)))
+            drawn_U, _ = self.forward_module(
+                rows, temperature=1.0, noise_UV=noise_UV.to(self.device, torch.float32)
+            )
+            drawn = drawn_U.cpu().numpy().astype(np.int32)
+            tokens_BT = np.concatenate([tokens_BT, drawn[:, None]], axis=1)
+        return torch.from_numpy(tokens_BT).long()
+
     def checkpoint_activations(self) -> None:
         """From now on each layer keeps its input alone and computes again on the way back.
         ConfigError when the model does not say what a layer is."""

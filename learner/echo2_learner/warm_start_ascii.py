@@ -200,7 +200,10 @@ def warm_start(assets: Path, seed: int) -> PreTrainedModel:
     )
     card_blind = holdem_teacher(rng)
     pusher = sokoban_teacher(rng, moves_per_turn=4)
-    holdem, sokoban = Holdem(assets=assets, opponent="random"), Sokoban(assets=assets, width=5, height=5)
+    holdem, sokoban = (
+        Holdem(assets=assets, opponent="random"),
+        Sokoban(assets=assets, width=5, height=5),
+    )
     pools = {
         "holdem": [played(holdem, chat, card_blind, i) for i in range(HANDS)],
         "sokoban": [played(sokoban, chat, pusher, i) for i in range(PUZZLES)],

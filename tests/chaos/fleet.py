@@ -44,17 +44,18 @@ every_steps = 4
 
 [worker]
 slots = 4
+engine_silence_s = {engine_silence_s}
 """
 
 
 class Fleet:
     """The processes of one run, by name."""
 
-    def __init__(self, folder: Path, *, steps: int) -> None:
+    def __init__(self, folder: Path, *, steps: int, engine_silence_s: float = 60.0) -> None:
         self.folder = folder
         self.run_dir = folder / "run"
         self.config = folder / "chaos.toml"
-        self.config.write_text(CONFIG.format(steps=steps))
+        self.config.write_text(CONFIG.format(steps=steps, engine_silence_s=engine_silence_s))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, command: str, *options: str, name: str = "") -> subprocess.Popen[bytes]:

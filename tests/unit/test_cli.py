@@ -15,7 +15,10 @@ import pytest
 from echo2 import __version__, cli
 from echo2.errors import FencedError
 
-COMMANDS = ["run", "coordinator", "learner", "worker", "origin", "check", "status", "verify", "rollouts"]
+COMMANDS = [
+    *("run", "coordinator", "learner", "worker", "origin"),
+    *("check", "status", "verify", "rollouts", "setup"),
+]
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,18 @@ InstallMode = Literal["continue", "finish", "abort"]
 TensorBytes = tuple[str, tuple[int, ...], memoryview]
 """(dtype in safetensors' names, shape, read-only bytes in C order)."""
 Tensors = Mapping[str, TensorBytes]
+
+
+class StoredTensors(dict[str, TensorBytes]):
+    """The tensors of a version on disk, mapped. `folder` and `digest` name it to engines
+    whose model lies in other processes, which map the same file themselves."""
+
+    def __init__(self, tensors: Tensors, *, folder: Path, digest: str) -> None:
+        super().__init__(tensors)
+        self.folder = folder
+        self.digest = digest
+
+
 Tokens = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float32]
 

@@ -12,7 +12,8 @@ Started by `engine_process`; ends with its parent. Messages (header `op`; frames
                     cancel {id}
                     ping {}                         -> pong {steps, busy}
     to the parent   tokens {counts: [[id, n], ...]}, at most every REPORT_S
-                    crashed {text}, and then the process ends
+                    crashed {text, fatal}, and then the process ends; `fatal`: the settings
+                    cannot work, so that another try is of no use
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import uvloop
 
-from echo2.errors import Echo2Error, EngineError, WeightsError
+from echo2.errors import ConfigError, Echo2Error, EngineError, WeightsError
 from echo2.net.pipe import Pipe, PipeBrokenError, child_pipe
 from echo2.types import Sampling, Version
-from echo2.weights.versions import StoredVersion, open_version
+from echo2.weights.versions import open_version
 from echo2_workers.canary import read_probe
-from echo2_workers.engine import Engine, GenerateRequest, RequestError
+from echo2_workers.engine import Engine, GenerateRequest, RequestError, StoredTensors
 from echo2_workers.environment_host import generated_to_plain
 from echo2_workers.installing import InstallError, Weights, install
 from echo2_workers.playing import told
@@ -44,6 +46,10 @@ def make_engine(name: str, settings: dict[str, Any]) -> Engine:
         from echo2_workers.engines.transformers import TransformersEngine
 
         return TransformersEngine(**settings)
+    if name == "vllm":
+        from echo2_workers.engines.vllm import VllmEngine
+
+        return VllmEngine(**settings)
     raise EngineError(f"there is no engine {name!r} that runs in a process of its own")
 
 
@@ -53,7 +59,7 @@ class EngineHost:
         self._engine: Engine | None = None
         self._requests: dict[int, asyncio.Task[None]] = {}
         self._counts: dict[int, int] = {}
-        self._crash: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._crash: asyncio.Future[tuple[str, bool]] = asyncio.get_running_loop().create_future()
 
     async def serve(self) -> int:
         """Until the parent closes the pipe (0) or the engine crashed (1)."""
@@ -66,7 +72,8 @@ class EngineHost:
             await reader
             return 0
         reader.cancel()
-        await self._pipe.send({"op": "crashed", "text": self._crash.result()})
+        text, fatal = self._crash.result()
+        await self._pipe.send({"op": "crashed", "text": text, "fatal": fatal})
         await self._pipe.close()
         return 1
 
@@ -98,13 +105,15 @@ class EngineHost:
         except PipeBrokenError:
             self._end("the daemon is gone")
         except Echo2Error as error:
-            self._end(str(error))
+            self._end(str(error), fatal=isinstance(error, ConfigError))
+        except MemoryError as error:
+            self._end(f"out of memory: {told(error)}")
         except Exception as error:
             self._end(told(error))
 
-    def _end(self, text: str) -> None:
+    def _end(self, text: str, *, fatal: bool = False) -> None:
         if not self._crash.done():
-            self._crash.set_result(text)
+            self._crash.set_result((text, fatal))
 
     async def _start(self, header: dict[str, Any], frames: list[bytes]) -> None:
         engine = make_engine(header["engine"], header["settings"])
@@ -116,14 +125,14 @@ class EngineHost:
         folder = Path(header["folder"])
         try:
             probe = read_probe(header["probe"], *frames)
-            stored = _open(folder, header["digest"])
+            tensors = _tensors(folder, header["digest"])
             previous = None
             if header["previous"] is not None:
                 digest, version = header["previous"]
-                previous = Weights(Version(*version), _open(folder, digest).tensors())
+                previous = Weights(Version(*version), _tensors(folder, digest))
             installed = await install(
                 self._live_engine(),
-                Weights(Version(*header["version"]), stored.tensors()),
+                Weights(Version(*header["version"]), tensors),
                 mode=header["mode"],
                 probe=probe,
                 tolerance=header["tolerance"],
@@ -180,12 +189,12 @@ class EngineHost:
         return self._engine
 
 
-def _open(folder: Path, manifest_digest: str) -> StoredVersion:
-    """The views of its tensors outlive it, and a removal on disk does not disturb them."""
+def _tensors(folder: Path, manifest_digest: str) -> StoredTensors:
+    """Views that outlive the opened version; a removal on disk does not disturb them."""
     stored = open_version(folder, manifest_digest)
     if stored is None:
         raise WeightsError(f"version {manifest_digest[:12]} is not in {folder}: fetch it again")
-    return stored
+    return StoredTensors(stored.tensors(), folder=folder, digest=manifest_digest)
 
 
 async def _serve() -> int:
@@ -195,7 +204,7 @@ async def _serve() -> int:
 def main() -> None:
     """`python -m echo2.net.child echo2_workers.engine_host`."""
     try:
-        code = asyncio.run(_serve())
+        code = uvloop.run(_serve())
     except PipeBrokenError:
         code = 1
     sys.exit(code)

@@ -8,7 +8,9 @@ step, for too long is ended: nothing waits for it forever.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import structlog
 
-from echo2.errors import Echo2Error, EngineError, WeightsError
+from echo2.errors import ConfigError, Echo2Error, EngineError, WeightsError
 from echo2.messages import VersionAnnounced
 from echo2.net.pipe import ChildProcess, PipeBrokenError, spawn
 from echo2.net.tasks import OwnedTasks
@@ -29,6 +31,7 @@ from echo2_workers.engine import (
     InstallMode,
     RequestError,
 )
+from echo2_workers.engine_python import check_python
 from echo2_workers.environment_host import generated_from_plain
 from echo2_workers.installing import Installed, InstallError, Weights, install
 
@@ -38,9 +41,9 @@ START_TIMEOUT_S: Final = 600.0
 INSTALL_TIMEOUT_S: Final = 1800.0
 """With on_update "finish" an install waits for the longest running generation."""
 PING_S: Final = 1.0
-SILENCE_MAX_S: Final = 60.0
-STALL_MAX_S: Final = 300.0
-"""Busy without a token boundary for so long: the engine hangs."""
+_SIGNALS: Final = frozenset(int(number) for number in signal.Signals)
+LAST_WORDS_S: Final = 5.0
+"""A process that closed its pipe may take so long to end by itself, and tell its code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,28 +104,48 @@ class LocalEngine:
 
 
 class EngineProcess:
-    """One life of an engine process. `on_died(text)` is called once, unless `stop` ended it."""
+    """One life of an engine process. `on_died(text)` is called once, unless `stop` ended it.
+
+    `python` runs it; this interpreter when it is "". It is ended when it answers no ping for
+    `silence_max_s`, or has work and makes no step for `stall_max_s`.
+    """
 
     def __init__(
-        self, name: str, settings: dict[str, Any], *, on_died: Callable[[str], None]
+        self,
+        name: str,
+        settings: dict[str, Any],
+        *,
+        on_died: Callable[[str], None],
+        python: str = "",
+        silence_max_s: float = 60.0,
+        stall_max_s: float = 300.0,
     ) -> None:
         self._name = name
+        self._silence_max_s = silence_max_s
+        self._stall_max_s = stall_max_s
         self._settings = settings
         self._on_died = on_died
+        self._python = python
         self._ids = itertools.count(1)
         self._child: ChildProcess | None = None
         self._tasks = OwnedTasks("engine")
         self._waiting: dict[int, asyncio.Future[tuple[dict[str, Any], list[bytes]]]] = {}
         self._on_tokens: dict[int, Callable[[int], None]] = {}
-        self._death: EngineError | None = None
+        self._death: EngineError | ConfigError | None = None
         self._crash_text = ""
+        self._crash_is_fatal = False
+        self._is_up = False
         self._pong_at = 0.0
         self._progress_at = 0.0
         self._steps = -1
 
     async def start(self, assets: Path | None) -> None:
-        """Spawn the process and warm the engine up. Raises EngineError."""
-        self._child = await spawn("echo2_workers.engine_host", env={"HF_HUB_OFFLINE": "1"})
+        """Spawn the process and warm the engine up. Raises EngineError, or ConfigError when
+        the settings, or what is installed, cannot work."""
+        await check_python(self._python, self._name)
+        self._child = await spawn(
+            "echo2_workers.engine_host", env={"HF_HUB_OFFLINE": "1"}, python=self._python
+        )
         self._tasks.start(self._read(self._child), name="read")
         self._tasks.start(self._watch(self._child), name="watch")
         await self._ask(
@@ -134,6 +157,8 @@ class EngineProcess:
             },
             timeout_s=START_TIMEOUT_S,
         )
+        self._pong_at = self._progress_at = asyncio.get_running_loop().time()
+        self._is_up = True
 
     async def install(self, order: InstallOrder) -> Installed:
         """Raises InstallError, or EngineError when the engine is gone."""
@@ -209,16 +234,13 @@ class EngineProcess:
         answered = False
         try:
             async with asyncio.timeout(timeout_s):
-                await self._child.pipe.send({**header, "id": number}, frames or [])
+                await self._send({**header, "id": number}, frames or [])
                 reply: tuple[dict[str, Any], list[bytes]] = await future
             answered = True
             return reply
         except TimeoutError:
             self._die(f"{header['op']} took more than {timeout_s:g} s")
             raise self._death or EngineError("died") from None
-        except PipeBrokenError as error:
-            self._die(str(error))
-            raise self._death or EngineError("died") from error
         finally:
             self._waiting.pop(number, None)
             self._on_tokens.pop(number, None)
@@ -228,20 +250,18 @@ class EngineProcess:
     async def _cancel(self, number: int) -> None:
         await self._send({"op": "cancel", "id": number})
 
-    async def _send(self, header: dict[str, Any]) -> None:
+    async def _send(self, header: dict[str, Any], frames: list[bytes] | None = None) -> None:
         assert self._child is not None
-        try:
-            await self._child.pipe.send(header)
-        except PipeBrokenError as error:
-            self._die(str(error))
+        with contextlib.suppress(PipeBrokenError):  # `_read` meets the end too, and its cause
+            await self._child.pipe.send(header, frames or [])
 
     async def _read(self, child: ChildProcess) -> None:
         try:
             while (received := await child.pipe.receive()) is not None:
                 self._take(*received)
-            child.kill()
-            code = await child.wait()
-            self._crash_text = self._crash_text or f"the engine process ended with code {code}"
+            self._crash_text = self._crash_text or await _end_of(child)
+        except PipeBrokenError:  # it died while it wrote
+            self._crash_text = self._crash_text or await _end_of(child)
         except Echo2Error as error:
             self._crash_text = self._crash_text or str(error)
         finally:
@@ -261,6 +281,7 @@ class EngineProcess:
                     self._steps, self._progress_at = header["steps"], now
             case "crashed":
                 self._crash_text = header["text"]
+                self._crash_is_fatal = header["fatal"]
             case "reply":
                 future = self._waiting.get(header["id"])
                 if future is not None and not future.done():
@@ -276,21 +297,48 @@ class EngineProcess:
             if now - looked_at > 10 * PING_S:  # we were stopped, so maybe it was too
                 self._pong_at = self._progress_at = now
             looked_at = now
-            if now - self._pong_at > SILENCE_MAX_S:
-                self._die(f"the engine process was silent for {SILENCE_MAX_S:g} s")
-            elif now - self._progress_at > STALL_MAX_S:
-                self._die(f"the engine made no step for {STALL_MAX_S:g} s with work to do")
+            if not self._is_up:
+                continue  # imports answer no ping; START_TIMEOUT_S bounds the start
+            if now - self._pong_at > self._silence_max_s:
+                self._die(f"the engine process was silent for {self._silence_max_s:g} s")
+            elif now - self._progress_at > self._stall_max_s:
+                self._die(f"the engine made no step for {self._stall_max_s:g} s with work to do")
 
     def _die(self, text: str, *, tell: bool = True) -> None:
         """Once: everyone who waits is told, and the process is killed."""
         if self._death is not None:
             return
-        self._death = EngineError(text)
+        kind = ConfigError if self._crash_is_fatal else EngineError
+        self._death = kind(text)
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(EngineError(text))
+                future.set_exception(kind(text))
         if self._child is not None:
             self._child.kill()
-        if tell:
+        if tell and not self._crash_is_fatal:  # else whoever starts it is told
             log.error("engine_process_died", text=text)
             self._on_died(text)
+
+
+async def _end_of(child: ChildProcess) -> str:
+    """How a process ended that closed its pipe without a word."""
+    try:
+        async with asyncio.timeout(LAST_WORDS_S):
+            code = await child.wait()
+    except TimeoutError:
+        child.kill()
+        return "the engine process closed its pipe, and was killed"
+    return death_text(code)
+
+
+def death_text(code: int) -> str:
+    """The cause that a return code tells."""
+    if code >= 0:
+        return f"the engine process ended with code {code}"
+    name = signal.Signals(-code).name if -code in _SIGNALS else f"signal {-code}"
+    hint = ""
+    if -code == signal.SIGKILL:
+        hint = ": out of memory? The kernel's log (dmesg) names what it killed for it"
+    elif -code in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGABRT):
+        hint = ": its log has the stack"
+    return f"the engine process was killed by {name}{hint}"

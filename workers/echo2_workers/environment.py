@@ -22,6 +22,7 @@ have `version`: a worker tells it before the run's settings are known.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -45,6 +46,18 @@ BUILTIN: Final = {
     "reversal": "echo2_workers.environments.reversal:Reversal",
     "null": "echo2_workers.environments.null:Null",
 }
+"""Light and trusted: a daemon may import them itself."""
+WITH_PACKAGES: Final = {
+    "holdem": "echo2_workers.environments.holdem:Holdem",
+    "jsonl": "echo2_workers.environments.jsonl:Jsonl",
+    "sokoban": "echo2_workers.environments.sokoban:Sokoban",
+}
+"""Built in too, and in need of an extra."""
+PREFIXED: Final = {
+    "reasoning_gym": "echo2_workers.environments.reasoning_gym:ReasoningGym",
+}
+"""Given as "PREFIX:REST"; REST is the constructor's first argument. These win over a module
+of the same name."""
 SPANS_MAX: Final = 256
 
 
@@ -168,24 +181,40 @@ def check_rollout(rollout: object) -> Rollout:
 
 
 def find_environment(name: str) -> Callable[..., Environment]:
-    """The class of a built-in name, a registered entry point, or "package.module:Class".
+    """The class of a built-in name, a registered entry point, or "package.module:Class"; for
+    "PREFIX:REST" the class with its first argument given.
 
     Imports it, so whatever its module does at import happens here. Raises ConfigError.
     """
-    path = BUILTIN.get(name)
+    path = BUILTIN.get(name) or WITH_PACKAGES.get(name)
+    prefix, _, rest = name.partition(":")
+    if prefix in PREFIXED:
+        if not rest:
+            raise ConfigError(
+                f"environment.name = {name!r} lacks what comes after the colon, for example "
+                f'"reasoning_gym:chain_sum"'
+            )
+        return functools.partial(_imported(name, PREFIXED[prefix]), rest)
     if path is None and ":" not in name:
         found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name)
         path = next((entry.value for entry in found), None)
         if path is None:
             registered = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-            known = sorted({*BUILTIN, *(entry.name for entry in registered)})
+            own = {*BUILTIN, *WITH_PACKAGES, *(entry.name for entry in registered)}
+            known = [*sorted(own), *(f"{prefix}:NAME" for prefix in PREFIXED)]
             raise ConfigError(
                 f"environment.name = {name!r}: there is no such environment; known are "
                 f'{", ".join(known)}, or name yours as "package.module:Class"'
             )
-    module_name, _, attribute = (path or name).partition(":")
+    return _imported(name, path or name)
+
+
+def _imported(name: str, path: str) -> Callable[..., Environment]:
+    module_name, _, attribute = path.partition(":")
     try:
         found_class = getattr(importlib.import_module(module_name), attribute)
+    except ConfigError:
+        raise  # it says already what is missing
     except Exception as error:
         raise ConfigError(
             f"environment.name = {name!r}: {module_name}:{attribute} cannot be imported "
@@ -197,7 +226,9 @@ def find_environment(name: str) -> Callable[..., Environment]:
 
 def environment_version(name: str) -> str:
     """The `version` of an environment's class. Raises ConfigError when it has none."""
-    version = getattr(find_environment(name), "version", None)
+    found = find_environment(name)
+    made_of = found.func if isinstance(found, functools.partial) else found
+    version = getattr(made_of, "version", None)
     if not isinstance(version, str):
         raise ConfigError(
             f"environment.name = {name!r}: the class has no text attribute `version`; add one, "
@@ -225,6 +256,8 @@ def load_environment(
         ) from None
     try:
         environment = made_by(**arguments)
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(
             f"environment.settings: {name} cannot be made with {dict(settings)!r} "

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import uvloop
 
 from echo2.errors import ConfigError, EnvironmentError_
 from echo2.net.pipe import Pipe, PipeBrokenError, child_pipe
@@ -244,7 +245,7 @@ def main(arguments: list[str]) -> None:
     marker_path, *folders = arguments
     add_import_paths(*map(Path, folders))
     try:
-        asyncio.run(_serve(Path(marker_path)))
+        uvloop.run(_serve(Path(marker_path)))
     except PipeBrokenError:
         sys.exit("the daemon is gone")
 

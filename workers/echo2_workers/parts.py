@@ -8,8 +8,10 @@ from typing import Any
 
 from echo2 import __version__
 from echo2.config import Config
+from echo2.config_vllm import precision_class
 from echo2.core.worker_settings import WorkerSettings
 from echo2_workers.engine_process import EngineHandle, EngineProcess, LocalEngine
+from echo2_workers.engine_python import engine_python
 from echo2_workers.engines.null import NullEngine
 from echo2_workers.environment import BUILTIN
 from echo2_workers.environment_pool import EnvironmentPool
@@ -39,18 +41,35 @@ def settings_of(config: Config, name: str, environment_version: str) -> WorkerSe
 
 def precision_of(config: Config) -> str:
     """The precision class in which this worker's logprobs can be compared."""
-    return "none" if config.worker.engine in ("null", "none") else config.model.dtype
+    worker = config.worker
+    if worker.engine in ("null", "none"):
+        return "none"
+    if worker.engine == "vllm" and worker.vllm.quantization:
+        return precision_class(worker.vllm.quantization)
+    return config.model.dtype
 
 
 def make_engine(config: Config, *, on_died: Callable[[str], None]) -> EngineHandle:
-    """An engine that is not started yet."""
+    """An engine that is not started yet. Raises ConfigError when worker.python is wrong."""
     worker = config.worker
     if worker.engine == "null":
         return LocalEngine(NullEngine(**worker.null.model_dump()))
     settings: dict[str, Any] = {"dtype": config.model.dtype}
     if worker.engine == "transformers":
         settings |= worker.transformers.model_dump()
-    return EngineProcess(worker.engine, settings, on_died=on_died)
+    if worker.engine == "vllm":
+        sampling = config.sampling
+        settings |= worker.vllm.model_dump()
+        settings |= {"stop": sampling.stop, "stop_token_ids": sampling.stop_token_ids}
+    python = engine_python(worker.python, worker.engine)
+    return EngineProcess(
+        worker.engine,
+        settings,
+        on_died=on_died,
+        python=python,
+        silence_max_s=worker.engine_silence_s,
+        stall_max_s=worker.engine_stall_s,
+    )
 
 
 def make_environments(

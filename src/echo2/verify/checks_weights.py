@@ -15,7 +15,7 @@ from echo2.verify.check import Check
 from echo2.verify.records import Line
 
 CANARY_MAX_DIFF: Final = {
-    "float32": 1e-4, "bfloat16": 2e-2, "fp8": 1e-1, "int8": 1e-1, "int4": 3e-1,
+    "float32": 1e-4, "bfloat16": 5e-2, "fp8": 1e-1, "int8": 1e-1, "int4": 3e-1,
 }  # fmt: skip
 """Largest mean |logprob difference| on the probe, by precision class."""
 PIECE_BYTES: Final = 8 << 20

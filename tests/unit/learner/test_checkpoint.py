@@ -20,8 +20,8 @@ from echo2.errors import FencedError, LearnerError
 from echo2.messages import BatchGroup
 from echo2_learner.batch import TrainingBatch
 from echo2_learner.checkpoint import CheckpointState, CheckpointStore, read_checkpoint
-from echo2_learner.rank_parts import seed_all
 from echo2_learner.policy import Policy
+from echo2_learner.rank_parts import seed_all
 from echo2_learner.trainer import Trainer
 
 Group = Callable[..., BatchGroup]

@@ -108,7 +108,7 @@ def test_built_in_environments_load_and_have_a_version(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "said"),
     [
-        ("additoin", {}, "known are addition, null, reversal"),
+        ("additoin", {}, "known are addition, holdem, jsonl, null, reversal"),
         ("no_such_module_here:Env", {}, "ModuleNotFoundError"),
         ("json:NoSuchClass", {}, "AttributeError"),
         ("json:JSONDecoder", {}, "version"),

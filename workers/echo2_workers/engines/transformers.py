@@ -218,6 +218,7 @@ class TransformersEngine:
         config = AutoConfig.from_pretrained(assets, local_files_only=True)
         model = AutoModelForCausalLM.from_config(config, dtype=self._dtype)  # type: ignore[no-untyped-call]
         model.to(self._device).eval().requires_grad_(False)
+        _make_logits_exact(model)
         sampler = Sampler(
             model,
             eos_ids=_eos_ids(config, assets),
@@ -283,6 +284,20 @@ def _device(name: str) -> str:
     if name != "auto":
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _make_logits_exact(model: Any) -> None:
+    """Logits in float32, whatever the layers compute in, as the learner's: those of bfloat16
+    are rounded too coarsely (a logit of 20 to a sixteenth)."""
+    head = model.get_output_embeddings()
+    if type(head) is not torch.nn.Linear or head.weight.dtype == torch.float32:
+        return
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        bias = None if head.bias is None else head.bias.float()
+        return torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)
+
+    setattr(head, "forward", forward)  # noqa: B010  mypy takes methods for fixed
 
 
 def _eos_ids(config: Any, assets: Path) -> list[int]:

@@ -1,1 +1,2 @@
-"""Built-in environments: small, deterministic, without data files. None imports torch."""
+"""Built-in environments. None imports torch; packages of the extra `envs` are imported where
+they are used."""
