@@ -23,11 +23,11 @@ ROWS = (np.arange(48, dtype=np.int32).reshape(4, 12) * 7) % 32
 def an_engine(core: Any) -> Any:
     """A VllmEngine around a core that is already there."""
     from echo2_workers.engines.vllm import VllmEngine
-    from echo2_workers.engines.vllm_thread import EngineThread, explain
+    from echo2_workers.engines.thread import EngineThread
 
     engine = VllmEngine(dtype="float32")
     engine._core = core
-    engine._thread = EngineThread(engine._turn, explain=explain)
+    engine._thread = EngineThread(engine._turn, name="test", memory_hint="it")
     return engine
 
 

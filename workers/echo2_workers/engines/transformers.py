@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import queue
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -29,11 +27,12 @@ from echo2_workers.engine import (
     Tokens,
 )
 from echo2_workers.engines.sampler import Sampler
+from echo2_workers.engines.thread import EngineThread
 
-T = TypeVar("T")
 REPORT_STEPS: Final = 8
 """Sampled tokens are reported to the event loop every so many steps."""
 WARM_UP = Version(0, 0)
+MEMORY_HINT: Final = "worker.transformers.sequences_max or sampling.max_tokens"
 
 
 class TransformersEngine:
@@ -45,11 +44,7 @@ class TransformersEngine:
         self._threads = threads
         self._sequences_max = sequences_max
         self._sampler: Sampler | None = None
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._crash: EngineError | None = None
-        self._waits: set[asyncio.Future[Any]] = set()
+        self._thread: EngineThread | None = None
         # Owned by the thread:
         self._pausing: tuple[InstallMode, Callable[[], None]] | None = None
         self._paused = False
@@ -68,136 +63,73 @@ class TransformersEngine:
     async def start(self, assets: Path | None) -> None:
         if assets is None:
             raise EngineError("the run has no assets; the learner must publish config.json")
-        self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
-        self._thread.start()
-        await self._call(lambda: self._build(assets))
+        self._thread = EngineThread(self._turn, name="sampler", memory_hint=MEMORY_HINT)
+        await self._thread.call(lambda: self._build(assets))
 
     async def pause(self, mode: InstallMode) -> None:
-        paused = self._future()
+        thread = self._live_thread()
+        paused = thread.future()
 
         def begin() -> None:
             if self._paused:
-                self._post(paused, None)
+                thread.settle(paused, None)
             else:
-                self._pausing = (mode, lambda: self._post(paused, None))
+                self._pausing = (mode, lambda: thread.settle(paused, None))
 
-        self._commands.put(begin)
-        await self._result(paused)
+        thread.command(begin)
+        await paused
 
     async def load(self, tensors: Tensors, version: Version) -> None:
-        await self._call(lambda: self._paused_sampler().load(tensors, version))
+        await self._live_thread().call(lambda: self._paused_sampler().load(tensors, version))
 
     async def score(self, token_ids: Tokens) -> Logprobs | None:
-        return await self._call(lambda: self._paused_sampler().score(token_ids))
+        return await self._live_thread().call(lambda: self._paused_sampler().score(token_ids))
 
     def resume(self) -> None:
         def go_on() -> None:
             self._paused, self._pausing = False, None
 
-        self._commands.put(go_on)
+        self._live_thread().command(go_on)
 
     async def generate(
         self, request: GenerateRequest, on_tokens: Callable[[int], None]
     ) -> Generated:
-        done = self._future()
-        counter = _Counter(self._running_loop(), on_tokens)
+        thread = self._live_thread()
+        done = thread.future()
+        counter = _Counter(thread, on_tokens)
         row: list[Any] = []
 
         def finished(generated: Generated) -> None:
             counter.flush()
-            self._post(done, generated)
+            thread.settle(done, generated)
 
         def add() -> None:
             try:
                 row.append(self._live_sampler().add(request, counter.count, finished))
             except EngineError as error:
-                self._post(done, error)
+                thread.settle(done, error)
 
-        self._commands.put(add)
+        thread.command(add)
         try:
-            generated: Generated = await self._result(done)
+            generated: Generated = await done
             return generated
         except asyncio.CancelledError:
-            self._commands.put(lambda: self._live_sampler().remove(row[0]) if row else None)
+            thread.command(lambda: self._live_sampler().remove(row[0]) if row else None)
             raise
 
     async def stop(self) -> None:
-        thread = self._thread
-        if thread is None:
-            return
-        self._commands.put(None)
-        await asyncio.get_running_loop().run_in_executor(None, thread.join)
-        self._fail_all(EngineError("the engine was stopped"))
-
-    async def _call(self, function: Callable[[], T]) -> T:
-        """Run `function` in the thread between two steps."""
-        future = self._future()
-
-        def call() -> None:
-            try:
-                self._post(future, function())
-            except Exception as error:
-                wrapped = error if isinstance(error, EngineError) else _engine_error(error)
-                self._post(future, wrapped)
-
-        self._commands.put(call)
-        result: T = await self._result(future)
-        return result
-
-    async def _result(self, future: asyncio.Future[Any]) -> Any:
-        try:
-            return await future
-        finally:
-            self._waits.discard(future)
-
-    def _future(self) -> asyncio.Future[Any]:
-        if self._crash is not None:
-            raise self._crash
-        future: asyncio.Future[Any] = self._running_loop().create_future()
-        self._waits.add(future)
-        return future
-
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            raise EngineError("the engine was not started")
-        return self._loop
-
-    def _fail_all(self, error: EngineError) -> None:
-        """In the event loop: whoever waits learns that the engine is gone."""
-        self._crash = error
-        for future in list(self._waits):
-            if not future.done():
-                future.set_exception(error)
+        if self._thread is not None:
+            await self._thread.stop()
 
     # ------------------------------------------------------ called from the thread
 
-    def _run(self) -> None:
-        try:
-            while True:
-                sampler = self._sampler
-                idle = not self.busy and self._pausing is None
-                if not self._carry_out(wait=idle):
-                    return
-                if self._pausing is not None:
-                    self._advance_pause(self._pausing[0])
-                elif sampler is not None and self.busy:
-                    sampler.step()
-        except Exception as error:  # the model failed in a step: the engine is of no use now
-            crash = error if isinstance(error, EngineError) else _engine_error(error)
-            self._running_loop().call_soon_threadsafe(self._fail_all, crash)
-
-    def _carry_out(self, *, wait: bool) -> bool:
-        """Run the commands that are here (wait for one when idle); False to end."""
-        while True:
-            try:
-                command = self._commands.get(block=wait)
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            command()
-            wait = False
+    def _turn(self) -> bool:
+        """One step, or one towards a pause; whether there is more to do."""
+        if self._pausing is not None:
+            self._advance_pause(self._pausing[0])
+        elif self.busy:
+            self._live_sampler().step()
+        return self.busy or self._pausing is not None
 
     def _advance_pause(self, mode: InstallMode) -> None:
         sampler = self._live_sampler()
@@ -247,25 +179,17 @@ class TransformersEngine:
             raise EngineError("load and score need a paused engine; call pause first")
         return self._live_sampler()
 
-    def _post(self, future: asyncio.Future[Any], result: object) -> None:
-        """Hand a result, or an error, to the event loop."""
-
-        def settle() -> None:
-            if future.done():
-                return
-            if isinstance(result, Exception):
-                future.set_exception(result)
-            else:
-                future.set_result(result)
-
-        self._running_loop().call_soon_threadsafe(settle)
+    def _live_thread(self) -> EngineThread:
+        if self._thread is None:
+            raise EngineError("the engine was not started")
+        return self._thread
 
 
 class _Counter:
     """Counts a request's tokens in the thread, reports them to the loop now and then."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_tokens: Callable[[int], None]) -> None:
-        self._loop = loop
+    def __init__(self, thread: EngineThread, on_tokens: Callable[[int], None]) -> None:
+        self._thread = thread
         self._on_tokens = on_tokens
         self._unreported = 0
 
@@ -276,8 +200,8 @@ class _Counter:
 
     def flush(self) -> None:
         if self._unreported:
-            self._loop.call_soon_threadsafe(self._on_tokens, self._unreported)
-            self._unreported = 0
+            tokens, self._unreported = self._unreported, 0
+            self._thread.post(lambda: self._on_tokens(tokens))
 
 
 def _device(name: str) -> str:
@@ -311,9 +235,3 @@ def _eos_ids(config: Any, assets: Path) -> list[int]:
     if named is None:
         raise EngineError("neither generation_config.json nor config.json names an eos_token_id")
     return [named] if isinstance(named, int) else list(named)
-
-
-def _engine_error(error: Exception) -> EngineError:
-    wrapped = EngineError(f"{type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped

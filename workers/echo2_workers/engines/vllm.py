@@ -28,13 +28,13 @@ from echo2_workers.engine import (
     Tensors,
     Tokens,
 )
+from echo2_workers.engines.thread import EngineThread
 from echo2_workers.engines.vllm_arguments import (
     VllmSettings,
     engine_arguments,
     eos_ids,
     set_environment,
 )
-from echo2_workers.engines.vllm_thread import EngineThread, explain
 from echo2_workers.playing import told
 
 if TYPE_CHECKING:
@@ -42,6 +42,11 @@ if TYPE_CHECKING:
 
 REPORT_S: Final = 0.2
 """Sampled tokens are reported to the event loop so often."""
+
+MEMORY_HINT: Final = (
+    "worker.vllm.sequences_max, max_model_len, kv_cache_gb or gpu_memory_utilization, or run "
+    "fewer workers on this machine"
+)
 
 
 class VllmEngine:
@@ -66,7 +71,7 @@ class VllmEngine:
         if assets is None:
             raise EngineError("the run has no assets; the learner must publish config.json")
         folder = assets
-        self._thread = EngineThread(self._turn, explain=explain)
+        self._thread = EngineThread(self._turn, name="vllm", memory_hint=MEMORY_HINT)
         await self._thread.call(lambda: self._build(folder))
 
     async def pause(self, mode: InstallMode) -> None:

@@ -1,4 +1,4 @@
-"""One thread that owns vLLM, and an event loop that hands it commands between two steps.
+"""One thread that owns a model, and an event loop that hands it commands between two steps.
 
 Promise: the loop never blocks on a step; a command meets no half-done one; when the thread
 breaks, everyone who waits learns the cause, and so does whoever asks later.
@@ -19,16 +19,17 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """`turn()` does one unit of work in the thread and says whether there is more."""
+    """`turn()` does one unit of work in the thread and says whether there is more.
+    `memory_hint`: what to lower when memory runs out."""
 
-    def __init__(self, turn: Callable[[], bool], *, explain: Callable[[Exception], Echo2Error]):
+    def __init__(self, turn: Callable[[], bool], *, name: str, memory_hint: str) -> None:
         self._turn = turn
-        self._explain = explain
+        self._memory_hint = memory_hint
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waits: set[asyncio.Future[Any]] = set()
         self._crash: Echo2Error | None = None
-        self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     # ------------------------------------------------- called from the event loop
@@ -54,7 +55,7 @@ class EngineThread:
             try:
                 self.settle(future, function())
             except Exception as error:
-                self.settle(future, self._explain(error))
+                self.settle(future, explain(error, self._memory_hint))
 
         self._commands.put(run)
         result: T = await future
@@ -92,7 +93,7 @@ class EngineThread:
 
     def fail(self, error: Exception) -> None:
         """The engine is of no use any more. From any thread."""
-        crash = self._explain(error)
+        crash = explain(error, self._memory_hint)
         self.post(lambda: self._fail_all(crash))
 
     def _run(self) -> None:
@@ -116,16 +117,13 @@ class EngineThread:
             wait = False
 
 
-def explain(error: Exception) -> Echo2Error:
+def explain(error: Exception, memory_hint: str) -> Echo2Error:
     """`error` for whoever waits for the engine; running out of memory is called so."""
     if isinstance(error, Echo2Error):
         return error
     text = told(error)
     if _is_out_of_memory(error):
-        text = (
-            f"out of memory: {text}; lower worker.vllm.sequences_max, max_model_len, kv_cache_gb "
-            "or gpu_memory_utilization, or run fewer workers on this machine"
-        )
+        text = f"out of memory: {text}; lower {memory_hint}"
     wrapped = EngineError(text)
     wrapped.__cause__ = error
     return wrapped
@@ -138,6 +136,7 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
             isinstance(error, MemoryError)
             or type(error).__name__ == "OutOfMemoryError"
             or "not enough memory" in text
+            or "Cannot allocate memory" in text
             or "out of memory" in text.lower()
         ):
             return True
