@@ -53,6 +53,8 @@ def run_echo2(staleness_max: int, steps: int, engine: str, python: str) -> dict[
         "checkpoint.every_steps=100000",
         f'worker.engine="{engine}"',
         "learner.logprob_check_every_steps=1000000",
+        "rollouts.keep_steps=0",
+        "worker.slots=32",  # a whole batch at once, as TRL generates it
     ]
     if python:
         overrides.append(f'worker.python="{python}"')
