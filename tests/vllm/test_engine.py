@@ -22,12 +22,12 @@ ROWS = (np.arange(48, dtype=np.int32).reshape(4, 12) * 7) % 32
 
 def an_engine(core: Any) -> Any:
     """A VllmEngine around a core that is already there."""
-    from echo2_workers.engines.vllm import VllmEngine
     from echo2_workers.engines.thread import EngineThread
+    from echo2_workers.engines.vllm import MEMORY_HINT, VllmEngine
 
     engine = VllmEngine(dtype="float32")
     engine._core = core
-    engine._thread = EngineThread(engine._turn, name="test", memory_hint="it")
+    engine._thread = EngineThread(engine._turn, name="test", memory_hint=MEMORY_HINT)
     return engine
 
 
