@@ -17,6 +17,7 @@ left to both ends.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -148,13 +149,15 @@ class ChildProcess:
     def terminate(self) -> None:
         """Ask it to end (SIGTERM). What it started is its own to end."""
         if self.returncode is None:
-            self._process.terminate()
+            with contextlib.suppress(ProcessLookupError):  # reaped; asyncio tells in a moment
+                self._process.terminate()
 
     def kill(self) -> None:
         """End it and all of its process group at once (SIGKILL)."""
         if self.returncode is None:
-            # Not reaped yet, so the number still names its group and no other's.
-            os.killpg(self.pid, signal.SIGKILL)
+            # Not known to be reaped, so the number names its group, or for a moment nobody's.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     async def stop(self, timeout_s: float) -> int:
         """Ask it to end and kill it after `timeout_s`; the return code."""

@@ -12,7 +12,6 @@ One check at a time; more wait in order. The child dies with its parent.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 from typing import Final
 
@@ -75,10 +74,12 @@ class MathChecks:
         except (TimeoutError, PipeBrokenError):
             received = None
         except BaseException:
-            await _kill(child)
+            child.kill()
+            await child.stop(0.0)
             raise
         if received is None or "ready" not in received[0]:
-            await _kill(child)
+            child.kill()
+            await child.stop(0.0)
             raise EnvironmentError_(
                 f"the process that compares answers ({self._module}) did not start; see its "
                 "output above, and pip install 'echo2[envs]' where a package is missing"
@@ -89,10 +90,5 @@ class MathChecks:
     async def _end(self) -> None:
         child, self._child = self._child, None
         if child is not None:
-            await _kill(child)
-
-
-async def _kill(child: ChildProcess) -> None:
-    with contextlib.suppress(ProcessLookupError):  # ended by itself, and reaped already
-        child.kill()
-    await child.stop(0.0)
+            child.kill()
+            await child.stop(0.0)
