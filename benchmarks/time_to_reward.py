@@ -110,7 +110,7 @@ def _start(
 
     def end() -> None:
         try:
-            process.wait(30)  # they end by themselves when the run is over
+            process.wait(5)  # they end by themselves when the run is over
         except subprocess.TimeoutExpired:
             process.terminate()
             process.wait(60)
