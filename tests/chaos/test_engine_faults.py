@@ -24,7 +24,7 @@ ENGINE = "echo2_workers.engine_host"
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    made = Fleet(tmp_path, steps=40, engine_silence_s=8.0)
+    made = Fleet(tmp_path, steps=80, engine_silence_s=8.0)
     yield made
     made.stop()
 
