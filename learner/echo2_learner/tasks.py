@@ -70,7 +70,7 @@ class Tasks:
         try:
             with self._lock:
                 payload = self._environment.task(split, index)
-        except Exception as error:
+        except Exception as error:  # of the user's own code, whatever it is
             raise EnvironmentError_(
                 f"environment {self._environment.name} failed at task({split!r}, {index}): "
                 f"{type(error).__name__}: {error}"

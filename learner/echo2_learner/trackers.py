@@ -109,14 +109,14 @@ class Trackers:
         for name, tracker in list(self._open.items()):
             try:
                 tracker.close()
-            except Exception as error:
+            except Exception as error:  # of a foreign library too
                 self._lost(name, error)
         self._open.clear()
 
     def _start(self, name: str, make: Callable[[], Tracker]) -> None:
         try:
             self._open[name] = make()
-        except Exception as error:
+        except Exception as error:  # of a foreign library too
             self._lost(name, error)
 
     def _lost(self, name: str, error: Exception) -> None:

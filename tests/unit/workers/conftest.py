@@ -14,7 +14,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from echo2.types import Sampling
 from echo2_workers.engine import GenerateRequest, Tensors
-from echo2_workers.engines.sampler import DTYPE_NAMES, Sampler, untied_state
+from echo2_workers.engines.dtypes import DTYPE_NAMES
+from echo2_workers.engines.sampler import Sampler, untied_state
 
 torch.set_num_threads(1)
 

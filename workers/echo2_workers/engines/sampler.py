@@ -34,21 +34,11 @@ from echo2_workers.engine import (
     Tokens,
     add_span,
 )
+from echo2_workers.engines.dtypes import DTYPE_NAMES, DTYPES
 from echo2_workers.engines.sampling import sample_tokens
 
 FORWARD_TOKENS_MAX: Final = 16384
 """Padded tokens of one prefill or score forward: it bounds the memory of its activations."""
-DTYPES: Final = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(slots=True, eq=False)

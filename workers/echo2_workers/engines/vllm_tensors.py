@@ -15,18 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo2.errors import EngineError
 from echo2_workers.engine import Tensors
+from echo2_workers.engines.dtypes import DTYPE_NAMES, DTYPES
 
-DTYPES: Final = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 SHOWN_MAX: Final = 4
 
 Expected = dict[str, tuple[str, tuple[int, ...]]]
@@ -44,7 +34,7 @@ def expected_tensors(assets: Path, dtype: torch.dtype) -> Expected:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            expected[name] = (_NAMES[tensor.dtype], tuple(tensor.shape))
+            expected[name] = (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
     return expected
 
 

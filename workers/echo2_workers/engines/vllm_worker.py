@@ -37,7 +37,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from echo2.net.child import die_with_parent
 from echo2.weights.versions import open_version
-from echo2_workers.engines.vllm_tensors import DTYPES
+from echo2_workers.engines.dtypes import DTYPES
 
 TRANSFER: Final = "echo2"
 """Name of the transport in vLLM's registry."""
