@@ -137,11 +137,16 @@ class Policy:
         masters = {} if self.masters is None else self.masters.values
         return {name: masters.get(name, tensor) for name, tensor in self._state().items()}
 
-    def published_tensors(self) -> dict[str, Tensor]:
-        """What a version holds: names of the plain model, adapters merged into its weights."""
+    def published_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """What a version stands for: names of the plain model, adapters merged into its
+        weights, these in `dtype` (None: as they are)."""
         if self.has_adapters:
-            return lora.merged(self.module, self._state())
+            return lora.merged(self.module, self._state(), dtype)
         return self.tensors()
+
+    def base_tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The weights beneath the adapters, in `dtype`, under the names of the plain model."""
+        return lora.base(self._state(), dtype)
 
     def _state(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -246,12 +251,15 @@ class Policy:
             layer.forward = partial(_recomputed, layer.forward)
 
     def save(self, folder: Path) -> None:
-        """Write a Hugging Face folder: weights, configuration and the tokenizer's files."""
+        """Write a Hugging Face folder: weights, configuration and the tokenizer's files; with
+        adapters merged in, and beside them alone in `adapter/`, as peft keeps them."""
         module: Any = self.module
         if self.has_adapters or self.masters is not None:
             module.save_pretrained(folder, state_dict=self.published_tensors())
         else:
             module.save_pretrained(folder)
+        if self.has_adapters:
+            lora.save_adapters(module, folder / "adapter", base_folder=self.folder)
         for name, path in self.asset_files().items():
             if not (folder / name).exists():
                 shutil.copyfile(path, folder / name)

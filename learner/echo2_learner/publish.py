@@ -4,6 +4,10 @@ Life-cycle of a version: cast to the published dtype -> probe computed with just
 weights -> written to RUN/versions (the origin serves it) -> VersionPublished -> announced by
 the coordinator -> pruned when `keep_from` says that nobody needs it.
 
+With adapters the model beneath them is written once, as a version of its own that is never
+announced, and a version holds the adapters alone (`echo2.weights.adapter`), unless
+`learner.lora.publish` says "merged".
+
 Names of tensors are those of the Hugging Face state dict; a tied tensor is published once,
 under its first name (`model.embed_tokens.weight`, not `lm_head.weight`), and an engine ties
 it again, as the model's configuration says.
@@ -17,7 +21,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,10 +32,15 @@ from echo2.core.lineage import Lineage
 from echo2.errors import LearnerError, WaitTimeoutError
 from echo2.messages import VersionPublished
 from echo2.types import Version
+from echo2.weights.adapter import AdapterBase, adapter_base
+from echo2.weights.snapshot import Manifest
 from echo2.weights.store import open_version, prune, write_assets, write_version
+from echo2_learner import lora
 from echo2_learner.policy import Policy
 from echo2_learner.ranks import ALONE, Ranks
 from echo2_learner.shards import StoredTensor, full
+from echo2_workers.engine import StoredTensors
+from echo2_workers.engines.stored import stored_tensors
 
 NUM_PROBES: Final = 4
 PROBE_LENGTH: Final = 12
@@ -59,19 +68,25 @@ class PublishedVersions:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._digests: dict[Version, str] = {}
+        self._bases: dict[str, str] = {}
+        """Of versions that are adapters: what they go onto."""
 
     def find(self, lineage: Lineage) -> None:
         """Take up what earlier incarnations of this line left in the folder."""
         for path in sorted(self.folder.glob("*.manifest")):
             with _opened(self.folder, path.stem) as stored:
-                if stored.manifest.kind != "weights" or VERSION_KEY not in stored.manifest.metadata:
+                if VERSION_KEY not in stored.manifest.metadata:
                     continue
-                version = Version.parse(stored.manifest.metadata[VERSION_KEY])
+                manifest = stored.manifest
+            version = Version.parse(manifest.metadata[VERSION_KEY])
             if version.incarnation < lineage.incarnation and lineage.is_alive(version):
-                self._digests[version] = path.stem
+                self.add(version, manifest)
 
-    def add(self, version: Version, manifest_digest: str) -> None:
-        self._digests[version] = manifest_digest
+    def add(self, version: Version, manifest: Manifest) -> None:
+        self._digests[version] = manifest.manifest_digest
+        base = adapter_base(manifest)
+        if base is not None:
+            self._bases[manifest.manifest_digest] = base.manifest_digest
 
     def __contains__(self, version: Version) -> bool:
         return version in self._digests
@@ -86,23 +101,21 @@ class PublishedVersions:
 
     def load(self, version: Version, policy: Policy) -> None:
         """Put the weights of `version` into `policy`, bit by bit; of a sharded one, its rows."""
-        with _opened(self.folder, self._digests[version]) as stored:
-            policy.load_tensors(
-                {
-                    name: _stored_tensor(dtype, shape, content)
-                    for name, (dtype, shape, content) in stored.tensors().items()
-                }
-            )
+        digest = self._digests[version]
+        _opened(self.folder, digest).close()
+        tensors = stored_tensors(self.folder, digest)
+        policy.load_tensors({name: _stored_tensor(tensors, name) for name in tensors})
 
     def prune(self, keep_from: int, *, keep: set[str]) -> None:
         """Remove versions below step `keep_from`; `keep` names digests that stay anyhow.
 
-        The newest version stays too, and everything that is not of this line goes.
+        The newest version stays too, and what those that stay go onto; everything that is not
+        of this line goes.
         """
         newest = max(self._digests, default=None)
         for version in [v for v in self._digests if v.step < keep_from and v != newest]:
-            del self._digests[version]
-        prune(self.folder, keep | set(self._digests.values()))
+            self._bases.pop(self._digests.pop(version), None)
+        prune(self.folder, keep | {*self._digests.values(), *self._bases.values()})
 
 
 class Publisher:
@@ -119,6 +132,7 @@ class Publisher:
         run_name: str,
         origin_timeout_s: float,
         ranks: Ranks = ALONE,
+        adapters_alone: bool = False,
     ) -> None:
         self.policy = policy
         self.scratch = scratch
@@ -128,6 +142,8 @@ class Publisher:
         self._origin_timeout_s = origin_timeout_s
         self._run_name = run_name
         self._assets_digest = ""
+        self._adapters_alone = adapters_alone
+        self._base: AdapterBase | None = None
         self._probe_tokens: Tensor | None = None
 
     def publish(self, version: Version, *, final: bool = False) -> VersionPublished:
@@ -141,13 +157,14 @@ class Publisher:
         folder = self.versions.folder
         if not self._assets_digest:
             self._assets_digest = write_assets(folder, self.policy.asset_files()).manifest_digest
-        manifest = write_version(
-            folder,
-            self._buffers(),
-            kind="weights",
-            metadata={VERSION_KEY: str(version), "run": self._run_name},
-        )
-        self.versions.add(version, manifest.manifest_digest)
+        metadata = {VERSION_KEY: str(version), "run": self._run_name}
+        if self._adapters_alone:
+            manifest = self._write_adapters(metadata)
+        else:
+            manifest = write_version(
+                folder, _buffers(self._wholes()), kind="weights", metadata=metadata
+            )
+        self.versions.add(version, manifest)
         origin = self._origin()
         return VersionPublished(
             version=version,
@@ -182,7 +199,7 @@ class Publisher:
         has logprobs that every precision computes closely; of tokens drawn at random, nearly
         impossible each, bfloat16 tells little: 0.1 nats of noise with 135 M parameters.
         """
-        self.scratch.load_tensors(self.policy.published_tensors())
+        self.scratch.load_tensors(self.policy.published_tensors(self.scratch.dtype))
         if self._probe_tokens is None:
             self._probe_tokens = self.scratch.sample(NUM_PROBES, PROBE_LENGTH, seed=PROBE_SEED)
         tokens = self._probe_tokens
@@ -190,10 +207,21 @@ class Publisher:
         logprobs, _ = self.scratch.logprobs(tokens.to(self.policy.device), lengths, temperature=1.0)
         return tokens, logprobs.float().cpu()
 
-    def _buffers(self) -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]:
-        for name, tensor in self._wholes():
-            flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-            yield name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), flat.numpy().data
+    def _write_adapters(self, metadata: dict[str, str]) -> Manifest:
+        """The adapters as a version; before the first one, what they go onto."""
+        policy, folder = self.policy, self.versions.folder
+        if self._base is None:
+            base = policy.base_tensors(self.scratch.dtype)
+            manifest = write_version(
+                folder, _buffers(base.items()), metadata={"run": self._run_name}
+            )
+            self._base = AdapterBase(manifest.manifest_digest, lora.scale(policy.module))
+        return write_version(
+            folder,
+            _buffers(lora.adapter_pairs(policy.module).items()),
+            kind="adapter",
+            metadata=metadata | self._base.metadata(),
+        )
 
     def _wholes(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors one by one, gathered from all ranks."""
@@ -235,11 +263,21 @@ def _opened(folder: Path, manifest_digest: str) -> Any:
     return stored
 
 
-def _stored_tensor(dtype: str, shape: tuple[int, ...], content: memoryview) -> StoredTensor:
-    row_bytes = len(content) // shape[0] if shape and shape[0] else len(content)
+def _buffers(
+    tensors: Iterable[tuple[str, Tensor]],
+) -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]:
+    for name, tensor in tensors:
+        flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+        yield name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), flat.numpy().data
+
+
+def _stored_tensor(tensors: StoredTensors, name: str) -> StoredTensor:
+    dtype, shape, stored = tensors.stored(name)
+    row_bytes = len(stored) // shape[0] if shape and shape[0] else len(stored)
 
     def read(start: int, stop: int) -> Tensor:
         """A tensor of its own: the copy lets the mapping go."""
+        _, _, content = tensors[name]
         part = content[start * row_bytes : stop * row_bytes] if shape else content
         rows = (max(0, stop - start), *shape[1:]) if shape else ()
         if not len(part):

@@ -78,6 +78,7 @@ def build_rank_parts(config: Config, run_dir: Path, *, resume: bool, ranks: Rank
         run_name=config.run.name,
         origin_timeout_s=config.net.connect_timeout_s,
         ranks=ranks,
+        adapters_alone=policy.has_adapters and table.lora.publish == "adapter",
     )
     resumed = checkpoints.newest() if resume else None
     if resumed is not None:

@@ -89,3 +89,6 @@ class LoraTable(Table):
     """Names of the linear layers that get an adapter ("q_proj"), or "all-linear" alone."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Of the adapters' input, while gradients are computed."""
+    publish: Literal["adapter", "merged"] = "adapter"
+    """A version holds the adapters alone, and workers, who fetch the model beneath once, add
+    them to it; or the whole model with them in it. The weights are the same."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import os
 import signal
@@ -44,6 +45,7 @@ from echo2.net.auth import AllowList, Authenticator, load_or_create_key
 from echo2.net.router import Router
 from echo2.net.sockets import close_context, make_context
 from echo2.types import GroupId, LeaseId, PeerId, Sampling, Task, Version
+from echo2.weights.adapter import LORA_A, LORA_B, AdapterBase
 from echo2.weights.origin import Origin
 from echo2.weights.store import write_assets, write_version
 
@@ -486,6 +488,51 @@ def children_of(pid: int, module: str) -> list[int]:
             if int(stat.rpartition(")")[2].split()[1]) == pid and module.encode() in command:
                 found.append(int(entry.name))
     return found
+
+
+def publish_adapter(run_dir: Path, model: Any, seed: int) -> tuple[str, Any]:
+    """Write an adapter of rank 2 onto the model's queries; its digest, and the model with it."""
+    base = publish(run_dir, model)
+    adapted = copy.deepcopy(model)
+    torch.manual_seed(seed)
+    pairs = []
+    for layer in range(2):
+        name = f"model.layers.{layer}.self_attn.q_proj"
+        a, b = torch.randn(2, 32), torch.randn(32, 2)
+        pairs += [(name + LORA_A, a), (name + LORA_B, b)]
+        with torch.no_grad():
+            adapted.get_submodule(name).weight += 0.5 * (b @ a)
+    manifest = write_version(
+        run_dir / "versions",
+        ((name, "F32", tuple(t.shape), t.numpy().tobytes()) for name, t in pairs),
+        kind="adapter",
+        metadata=AdapterBase(base, 0.5).metadata(),
+    )
+    return manifest.manifest_digest, adapted
+
+
+def test_an_adapter_comes_with_its_base_once_and_serves_on_top_of_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with a_run(tmp_path, *ADDITION) as (coordinator, _):
+            store = tmp_path / "workers" / "w-1" / "store"
+            beneath = a_model(7)
+            for step, seed in ((1, 1), (2, 2)):
+                digest, adapted = publish_adapter(tmp_path, beneath, seed)
+                version = Version(1, step)
+                coordinator.announce(version, digest, **a_probe(adapted))
+                installed = await coordinator.hear(
+                    VersionInstalled, lambda m, version=version: m.version == version
+                )
+                assert installed.canary_diff is not None
+                assert installed.canary_diff < 1e-5
+            base = publish(tmp_path, beneath)
+            assert (store / f"{base}.bin").is_file(), "what needs it is installed"
+            coordinator.lease(1, version, PAYLOAD)
+            result = await coordinator.hear(GroupResult)
+            assert {s.version for t in result.trajectories for s in t.spans} == {version}
+            coordinator.acknowledge(result)
+
+    run(scenario())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")

@@ -6,6 +6,7 @@ on it. Versions are real files, as a worker's store has them.
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ import numpy.typing as npt
 import pytest
 
 from echo2.types import Sampling, Version
+from echo2.weights.adapter import LORA_A, LORA_B, AdapterBase
 from echo2.weights.versions import open_version, write_version
 from echo2_workers.engine import Generated, GenerateRequest, StoredTensors
 
@@ -93,6 +95,30 @@ class Models:
             assert stored is not None
             self._stored[seed] = StoredTensors(stored.tensors(), folder=self.folder, digest=digest)
         return self._stored[seed]
+
+    def adapter(self, seed: int, *, onto: int) -> StoredTensors:
+        """Model `seed` from now on: model `onto` with an adapter on its queries."""
+        import torch
+
+        from echo2_workers.engines.stored import stored_tensors
+
+        generator = torch.Generator().manual_seed(seed)
+        model = copy.deepcopy(self.model(onto))
+        pairs = []
+        for layer in range(CONFIG["num_hidden_layers"]):
+            name = f"model.layers.{layer}.self_attn.q_proj"
+            a, b = (torch.randn(s, generator=generator) for s in ((2, 64), (64, 2)))
+            model.get_submodule(name).weight += 0.5 * (b @ a)
+            pairs += [(name + LORA_A, a), (name + LORA_B, b)]
+        self._models[seed] = model
+        base = AdapterBase(self.stored(onto).digest, 0.5)
+        digest = write_version(
+            self.folder,
+            ((name, "F32", tuple(t.shape), memoryview(t.numpy().tobytes())) for name, t in pairs),
+            kind="adapter",
+            metadata=base.metadata(),
+        ).manifest_digest
+        return stored_tensors(self.folder, digest)
 
     def logprobs(
         self, seed: int, token_ids: Sequence[int], *, temperature: float = 1.0

@@ -94,6 +94,22 @@ def test_finish_lets_the_running_end_and_none_that_waits_begin(
     assert max(parts(models, here.done[0])[0].max(), parts(models, here.done[1])[0].max()) < EXACT
 
 
+def test_an_adapter_is_added_to_its_base_layer_by_layer(
+    bench: Callable[..., Any], models: Any
+) -> None:
+    """vLLM joins q, k and v into one layer; an adapter changes q alone."""
+    adapted = models.adapter(4, onto=2)
+    here = bench()
+    here.ask(PROMPT, seed=3, max_tokens=60)
+    here.steps(20)
+    here.install(adapted, V2)
+    generated = here.ask(PROMPT, seed=5, max_tokens=40)
+    here.finish()
+    assert here.done[generated].spans == (Span(V2, 0, 40),)
+    assert models.difference(4, PROMPT, here.done[generated]) < EXACT
+    assert models.difference(2, PROMPT, here.done[generated]) > APART
+
+
 def test_abort_starts_again_from_the_prompt(bench: Callable[..., Any], models: Any) -> None:
     here = bench()
     aborted = here.ask(PROMPT, seed=1, max_tokens=30)

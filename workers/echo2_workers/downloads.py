@@ -1,7 +1,7 @@
 """Versions and assets on this worker's disk: fetched, kept open while needed, removed after.
 
-One task per manifest. A fetch that is cancelled reports nothing; what it verified stays in
-the store, so the next one goes on from there.
+One task per manifest; the base of an adapter comes, and stays, with it. A fetch that is
+cancelled reports nothing; what it verified stays in the store, so the next one goes on there.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import zmq.asyncio
 from echo2.core import worker_events as events
 from echo2.errors import WeightsError
 from echo2.net.tasks import OwnedTasks
+from echo2.weights.adapter import adapter_base
 from echo2.weights.fetch import Fetcher
 from echo2.weights.store import ChunkStore, StoredVersion, read_assets
 from echo2_workers.identity import Identity
@@ -77,7 +78,9 @@ class Downloads:
 
     def keep(self, manifest_digests: frozenset[str]) -> None:
         """Close and remove what no install or rollback can need any more."""
-        unneeded = [digest for digest in self._stored if digest not in manifest_digests]
+        bases = [adapter_base(v.manifest) for d, v in self._stored.items() if d in manifest_digests]
+        needed = manifest_digests | {base.manifest_digest for base in bases if base is not None}
+        unneeded = [digest for digest in self._stored if digest not in needed]
         for digest in unneeded:
             self._stored.pop(digest).close()
         if unneeded:
@@ -99,13 +102,10 @@ class Downloads:
         digest = fetch.manifest_digest
         began = time.monotonic()
         try:
-            stored = await self._fetcher.fetch(
-                digest, fetch.origin, fetch.origin_key, timeout_s=self._timeout_s
-            )
-            older = self._stored.pop(digest, None)
-            if older is not None:
-                older.close()
-            self._stored[digest] = stored
+            stored = await self._bring(digest, fetch)
+            base = adapter_base(stored.manifest)
+            if base is not None and base.manifest_digest not in self._stored:
+                await self._bring(base.manifest_digest, fetch)
             if fetch.version is None:
                 folder = self._assets_folder / digest[:16]
                 await asyncio.to_thread(read_assets, stored, folder)
@@ -114,6 +114,16 @@ class Downloads:
             self._post(events.FetchFailed(digest, str(error)))
         else:
             self._post(events.FetchDone(digest, time.monotonic() - began))
+
+    async def _bring(self, digest: str, fetch: events.Fetch) -> StoredVersion:
+        stored = await self._fetcher.fetch(
+            digest, fetch.origin, fetch.origin_key, timeout_s=self._timeout_s
+        )
+        older = self._stored.pop(digest, None)
+        if older is not None:
+            older.close()
+        self._stored[digest] = stored
+        return stored
 
     async def _remove(self, manifest_digests: list[str]) -> None:
         for digest in manifest_digests:

@@ -42,7 +42,7 @@ What each method owes:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -59,14 +59,44 @@ TensorBytes = tuple[str, tuple[int, ...], memoryview]
 Tensors = Mapping[str, TensorBytes]
 
 
-class StoredTensors(dict[str, TensorBytes]):
-    """The tensors of a version on disk, mapped. `folder` and `digest` name it to engines
-    whose model lies in other processes, which map the same file themselves."""
+class StoredTensors(Mapping[str, TensorBytes]):
+    """The tensors of a version on disk. `folder` and `digest` name it to engines whose model
+    lies in other processes, which open the same files themselves.
 
-    def __init__(self, tensors: Tensors, *, folder: Path, digest: str) -> None:
-        super().__init__(tensors)
+    `computed` gives those that are not in the file as they are; each time they are asked for.
+    """
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        *,
+        folder: Path,
+        digest: str,
+        computed: Mapping[str, Callable[[], TensorBytes]] | None = None,
+    ) -> None:
         self.folder = folder
         self.digest = digest
+        self._tensors = tensors
+        self._computed = computed or {}
+
+    def __getitem__(self, name: str) -> TensorBytes:
+        compute = self._computed.get(name)
+        return self._tensors[name] if compute is None else compute()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def stored(self, name: str) -> TensorBytes:
+        """What lies in the file: dtype, shape and size are those of the computed one too."""
+        return self._tensors[name]
+
+
+def described(tensors: Tensors, name: str) -> TensorBytes:
+    """A tensor whose dtype, shape and size count, not its values: nothing is computed."""
+    return tensors.stored(name) if isinstance(tensors, StoredTensors) else tensors[name]
 
 
 Tokens = npt.NDArray[np.int32]

@@ -30,7 +30,6 @@ import uvloop
 from echo2.errors import ConfigError, Echo2Error, EngineError, WeightsError
 from echo2.net.pipe import Pipe, PipeBrokenError, child_pipe
 from echo2.types import Sampling, Version
-from echo2.weights.versions import open_version
 from echo2_workers.canary import read_probe
 from echo2_workers.engine import Engine, GenerateRequest, RequestError, StoredTensors
 from echo2_workers.environment_host import generated_to_plain
@@ -190,11 +189,9 @@ class EngineHost:
 
 
 def _tensors(folder: Path, manifest_digest: str) -> StoredTensors:
-    """Views that outlive the opened version; a removal on disk does not disturb them."""
-    stored = open_version(folder, manifest_digest)
-    if stored is None:
-        raise WeightsError(f"version {manifest_digest[:12]} is not in {folder}: fetch it again")
-    return StoredTensors(stored.tensors(), folder=folder, digest=manifest_digest)
+    from echo2_workers.engines.stored import stored_tensors  # imports torch
+
+    return stored_tensors(folder, manifest_digest)
 
 
 async def _serve() -> int:

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-Kind = Literal["weights", "assets"]
-KINDS: Final = ("weights", "assets")
+Kind = Literal["weights", "assets", "adapter"]
+KINDS: Final = ("weights", "assets", "adapter")
 
 ALIGNMENT_BYTES: Final = 64
 """A cache line; at least the size of every dtype, as views of a mapped file need."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from echo2.config import LearnerTable, config_from_mapping
 from echo2.config_loss import LoraTable
@@ -155,17 +156,20 @@ def test_only_adapters_are_trained_and_kept_and_a_version_holds_them_merged(
     )
 
 
-def test_adapters_go_into_the_checkpoint_and_their_merge_into_the_final_folder(
+def test_adapters_go_into_the_checkpoint_and_they_and_their_merge_into_the_final_folder(
     adapted: Policy, tiny_folder: Path, tmp_path: Path, a_group: Group, a_batch: Batch
 ) -> None:
-    pytest.importorskip("peft")
+    peft = pytest.importorskip("peft")
     a_trainer(adapted, learning_rate=0.05).step(a_batch([a_group()]))
     other = Policy.load(tiny_folder, trained=True, adapters=LoraTable(rank=2, alpha=4))
     other.load_tensors(adapted.tensors())
     adapted.save(tmp_path / "final")
     final = Policy.load(tmp_path / "final")
+    plain = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    with_peft = peft.PeftModel.from_pretrained(plain, tmp_path / "final" / "adapter")
+    alone = Policy(with_peft.merge_and_unload(), tiny_folder)
     expected = adapted.logprobs(TOKENS, LENGTHS, temperature=1.0)[0]
-    for policy in (other, final):
+    for policy in (other, final, alone):
         found = policy.logprobs(TOKENS, LENGTHS, temperature=1.0)[0]
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 

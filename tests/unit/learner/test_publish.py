@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from echo2.config_loss import LoraTable
 from echo2.core.lineage import Lineage
 from echo2.errors import LearnerError, WaitTimeoutError
 from echo2.messages import VersionPublished
@@ -18,6 +19,7 @@ from echo2.types import Version
 from echo2.weights.store import open_version
 from echo2_learner.policy import Policy
 from echo2_learner.publish import PublishedVersions, Publisher
+from echo2_workers.engines.stored import stored_tensors
 
 Make = Callable[..., Publisher]
 
@@ -171,6 +173,76 @@ def test_a_publication_waits_for_the_origin_until_its_deadline(make: Make, run_d
 
 def test_a_version_that_somebody_removed_is_named(run_dir: Path, tiny: Policy) -> None:
     versions = PublishedVersions(run_dir / "versions")
-    versions.add(Version(1, 0), "0" * 64)
+    versions.take({"1.0": "0" * 64})
     with pytest.raises(LearnerError, match="version 000000000000 is not in"):
         versions.load(Version(1, 0), tiny)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_travels_alone_and_a_worker_computes_what_a_merged_version_holds(
+    dtype: torch.dtype, tiny_folder: Path, run_dir: Path
+) -> None:
+    pytest.importorskip("peft")
+    policy = Policy.load(tiny_folder, trained=True, adapters=LoraTable(rank=2, alpha=4))
+    publishers = [
+        Publisher(
+            policy,
+            run_dir,
+            scratch=Policy.load(tiny_folder, dtype=dtype),
+            run_name="r",
+            origin_timeout_s=0.2,
+            adapters_alone=alone,
+        )
+        for alone in (True, False)
+    ]
+    with torch.no_grad():
+        for tensor in policy.tensors().values():
+            tensor.normal_(0.0, 0.3)
+    first, merged = (each.publish(Version(1, step)) for step, each in enumerate(publishers))
+    nudge(policy)
+    second = publishers[0].publish(Version(1, 2))
+    assert first.num_bytes < merged.num_bytes / 2
+    alone, whole, later = (
+        stored_tensors(run_dir / "versions", message.manifest_digest)
+        for message in (first, merged, second)
+    )
+    assert list(alone) == list(whole)
+    for name in whole:
+        assert alone[name][:2] == whole[name][:2]
+        assert bytes(alone[name][2]) == bytes(whole[name][2])
+    assert any(bytes(alone[name][2]) != bytes(later[name][2]) for name in whole)
+    assert first.probe_logprobs == merged.probe_logprobs != second.probe_logprobs
+    reader = Policy.load(tiny_folder, dtype=dtype)
+    publishers[0].versions.load(Version(1, 0), reader)
+    for name, tensor in publishers[1].scratch.tensors().items():
+        assert torch.equal(reader.tensors()[name], tensor)
+
+
+def test_what_adapters_go_onto_stays_as_long_as_one_of_them(
+    tiny_folder: Path, run_dir: Path
+) -> None:
+    pytest.importorskip("peft")
+    policy = Policy.load(tiny_folder, trained=True, adapters=LoraTable(rank=2, alpha=4))
+    scratch = Policy.load(tiny_folder)
+
+    def a_publisher() -> Publisher:
+        return Publisher(
+            policy,
+            run_dir,
+            scratch=scratch,
+            run_name="r",
+            origin_timeout_s=0.2,
+            adapters_alone=True,
+        )
+
+    publisher = a_publisher()
+    messages = [publisher.publish(Version(1, step)) for step in range(2)]
+    publisher.prune(keep_from=1)
+    assets, newest = messages[1].assets_digest, messages[1].manifest_digest
+    (base,) = digests(run_dir) - {assets, newest}
+    resumed = a_publisher()
+    resumed.versions.find(Lineage(starts=[(1, 0), (2, 1)]))
+    resumed.prune(keep_from=1)
+    assert digests(run_dir) == {newest, base}
+    assert resumed.publish(Version(2, 2)).manifest_digest in digests(run_dir)
+    assert base in digests(run_dir)

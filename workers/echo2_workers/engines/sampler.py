@@ -12,7 +12,6 @@ Shapes: B rows of the batch, L cached positions with padding, V vocabulary, T to
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -33,9 +32,11 @@ from echo2_workers.engine import (
     Tensors,
     Tokens,
     add_span,
+    described,
 )
-from echo2_workers.engines.dtypes import DTYPE_NAMES, DTYPES
+from echo2_workers.engines.dtypes import DTYPE_NAMES
 from echo2_workers.engines.sampling import sample_tokens
+from echo2_workers.engines.stored import view
 
 FORWARD_TOKENS_MAX: Final = 16384
 """Padded tokens of one prefill or score forward: it bounds the memory of its activations."""
@@ -265,13 +266,8 @@ class Sampler:
         parameters = untied_state(self.model)
         self._check_tensors(tensors, parameters)
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="The given buffer is not writable")
-                for name, parameter in parameters.items():
-                    dtype, shape, content = tensors[name]
-                    if parameter.numel():
-                        loaded = torch.frombuffer(content, dtype=DTYPES[dtype])
-                        parameter.copy_(loaded.view(shape))
+            for name, parameter in parameters.items():
+                parameter.copy_(view(tensors[name]))
         except Exception as error:
             self.version = None
             raise PoisonedEngineError(f"loading {version} broke off: {error}") from error
@@ -286,7 +282,7 @@ class Sampler:
         if unexpected:
             problems.append(f"unexpected are {_some(unexpected)} (tied tensors are not published)")
         for name in sorted(parameters.keys() & tensors.keys()):
-            dtype, shape, _ = tensors[name]
+            dtype, shape, _ = described(tensors, name)
             wanted = DTYPE_NAMES[parameters[name].dtype], tuple(parameters[name].shape)
             if (dtype, tuple(shape)) != wanted:
                 problems.append(

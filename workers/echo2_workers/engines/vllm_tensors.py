@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo2.errors import EngineError
-from echo2_workers.engine import Tensors
+from echo2_workers.engine import Tensors, described
 from echo2_workers.engines.dtypes import DTYPE_NAMES, DTYPES
 
 SHOWN_MAX: Final = 4
@@ -48,7 +48,7 @@ def check_tensors(tensors: Tensors, expected: Expected) -> None:
     if unexpected:
         problems.append(f"unexpected are {_some(unexpected)} (tied tensors are not published)")
     for name in sorted(expected.keys() & tensors.keys()):
-        dtype, shape, content = tensors[name]
+        dtype, shape, content = described(tensors, name)
         if (dtype, tuple(shape)) != expected[name]:
             wanted = expected[name]
             problems.append(

@@ -13,8 +13,6 @@ file itself, so that no tensor is copied between processes.
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -36,8 +34,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 from echo2.net.child import die_with_parent
-from echo2.weights.versions import open_version
-from echo2_workers.engines.dtypes import DTYPES
+from echo2_workers.engines.stored import stored_tensors, views
 
 TRANSFER: Final = "echo2"
 """Name of the transport in vLLM's registry."""
@@ -80,14 +77,10 @@ class StoredVersionTransfer(WeightTransferEngine[NoInit, StoredVersionInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: StoredVersionInfo) -> None:
-        stored = open_version(Path(update_info.folder), update_info.digest)
-        if stored is None:
-            raise FileNotFoundError(
-                f"version {update_info.digest[:12]} is not in {update_info.folder}"
-            )
-        with stored, torch.no_grad():
+        tensors = stored_tensors(Path(update_info.folder), update_info.digest)
+        with torch.no_grad():
             try:
-                self.model.load_weights(views(stored.tensors()))
+                self.model.load_weights(views(tensors))
             except BaseException:
                 # What some layers have so far would be counted into the next load.
                 finalize_layerwise_reload(self.model, self.model_config)
@@ -100,14 +93,6 @@ class StoredVersionTransfer(WeightTransferEngine[NoInit, StoredVersionInfo]):
 
     def shutdown(self) -> None:
         return
-
-
-def views(tensors: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a version, without a copy. They are read only."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        for name, (dtype, shape, content) in tensors.items():
-            yield name, torch.frombuffer(content, dtype=DTYPES[dtype]).view(shape)
 
 
 def refresh_heads(model: torch.nn.Module) -> None:
