@@ -55,6 +55,7 @@ WITH_PACKAGES: Final = {
 """Built in too, and in need of an extra."""
 PREFIXED: Final = {
     "reasoning_gym": "echo2_workers.environments.reasoning_gym:ReasoningGym",
+    "verifiers": "echo2_workers.environments.verifiers:Verifiers",
 }
 """Given as "PREFIX:REST"; REST is the constructor's first argument. These win over a module
 of the same name."""
@@ -192,7 +193,7 @@ def find_environment(name: str) -> Callable[..., Environment]:
         if not rest:
             raise ConfigError(
                 f"environment.name = {name!r} lacks what comes after the colon, for example "
-                f'"reasoning_gym:chain_sum"'
+                f'"reasoning_gym:chain_sum" or "verifiers:NAME"'
             )
         return functools.partial(_imported(name, PREFIXED[prefix]), rest)
     if path is None and ":" not in name:
