@@ -1,12 +1,16 @@
 """Parent and child talk in whole messages over an inherited socket pair, and a child never
 outlives its parent.
 
-    u32 bytes of the header | u32 number of frames | u32 bytes of each frame   (big endian)
-    header: MessagePack of a plain dict | the raw frames
+    u32 bytes of what follows | one message after the other, each:
+        u32 bytes of the header | u32 number of frames | u32 bytes of each frame
+        header: MessagePack of a plain dict | the raw frames                    (big endian)
 
-Sizes are bounded and checked before anything is read. The end of the other process is the
-end of the stream: `receive` returns None at a message's border, and raises PipeBrokenError
-inside one.
+What several tasks send in one turn of the event loop goes out, and comes in, as one piece: a
+group's rollouts ask for their tokens at once, and one read serves them all.
+
+Sizes are bounded, and checked before anything is allocated. The end of the other process is
+the end of the stream: `receive` returns None at a message's border, and raises
+PipeBrokenError inside one.
 
 A child is a module run with -m. It leads a process group of its own, so that Ctrl-C in the
 terminal reaches the parent only, which then ends its children as it sees fit; if the parent
@@ -23,7 +27,8 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,7 +41,11 @@ FRAMES_MAX: Final = 4096
 MESSAGE_MAX_BYTES: Final = 1 << 30
 """Header and frames together."""
 
+PIECE_BYTES: Final = 4 << 20
+"""Messages are sent together up to so many bytes."""
+_LENGTH: Final = struct.Struct(">I")
 _HEAD: Final = struct.Struct(">II")
+_PIECE_MAX_BYTES: Final = MESSAGE_MAX_BYTES + PIECE_BYTES + 4 * FRAMES_MAX + _HEAD.size
 _READ_LIMIT: Final = 1 << 20
 
 
@@ -51,14 +60,17 @@ class Pipe:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self._outgoing: list[bytes | memoryview] = []
+        self._outgoing_bytes = 0
+        self._arrived: deque[tuple[dict[str, Any], list[bytes]]] = deque()
 
     async def send(
         self, header: Mapping[str, Any], frames: Sequence[bytes | memoryview] = ()
     ) -> None:
-        """Write one message; returns when the stream can take more.
+        """Send one message with this turn of the loop; returns when the stream takes more.
 
-        Raises PipeBrokenError when the other end is gone, LocalProtocolError for a message
-        that is too big or not plain.
+        Raises PipeBrokenError when the other end is known to be gone (one that has just gone
+        is met by the next call), LocalProtocolError for a message that is too big or not plain.
         """
         packed = wire.pack(dict(header))
         sizes = [memoryview(frame).nbytes for frame in frames]
@@ -71,8 +83,15 @@ class Pipe:
                 reason="oversized",
             )
         head = _HEAD.pack(len(packed), len(sizes)) + struct.pack(f">{len(sizes)}I", *sizes)
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outgoing += [head, packed, *frames]  # whole, before any other task's
+        self._outgoing_bytes += len(head) + total
+        if self._outgoing_bytes >= PIECE_BYTES:
+            self._flush()
         try:
-            self._writer.writelines([head, packed, *frames])  # whole, before any other task's
+            if self._reader.at_eof():
+                raise BrokenPipeError("it closed the pipe")
             await self._writer.drain()
         except OSError as error:
             raise PipeBrokenError(f"the other process is gone: {error}") from error
@@ -83,46 +102,75 @@ class Pipe:
         Raises PipeBrokenError when it ended within a message, RemoteProtocolError for sizes
         beyond the limits or a header that is no dict.
         """
-        try:
-            head = await self._reader.readexactly(_HEAD.size)
-        except asyncio.IncompleteReadError as error:
-            if error.partial:
-                raise PipeBrokenError("the other process went away within a message") from None
-            return None
-        except OSError:
-            return None  # reset: closed with our bytes unread
-        header_bytes, num_frames = _HEAD.unpack(head)
-        if header_bytes > HEADER_MAX_BYTES or num_frames > FRAMES_MAX:
-            raise RemoteProtocolError(
-                f"a message of {header_bytes} bytes of header and {num_frames} frames is coming; "
-                f"at most {HEADER_MAX_BYTES} and {FRAMES_MAX} are allowed",
-                reason="oversized",
-            )
-        try:
-            packed_sizes = await self._reader.readexactly(4 * num_frames)
-            sizes = struct.unpack(f">{num_frames}I", packed_sizes)
-            if header_bytes + sum(sizes) > MESSAGE_MAX_BYTES:
+        while not self._arrived:
+            try:
+                length = await self._reader.readexactly(_LENGTH.size)
+            except asyncio.IncompleteReadError as error:
+                if error.partial:
+                    raise PipeBrokenError("the other process went away within a message") from None
+                return None
+            except OSError:
+                return None  # reset: closed with our bytes unread
+            (piece_bytes,) = _LENGTH.unpack(length)
+            if piece_bytes > _PIECE_MAX_BYTES:
                 raise RemoteProtocolError(
-                    f"a message of {header_bytes + sum(sizes)} bytes is coming; at most "
-                    f"{MESSAGE_MAX_BYTES} are allowed",
+                    f"a piece of {piece_bytes} bytes is coming; at most {_PIECE_MAX_BYTES} are "
+                    "allowed",
                     reason="oversized",
                 )
-            packed = await self._reader.readexactly(header_bytes)
-            frames = [await self._reader.readexactly(size) for size in sizes]
-        except (asyncio.IncompleteReadError, OSError) as error:
-            raise PipeBrokenError("the other process went away within a message") from error
-        header = wire.unpack(packed, max_bytes=HEADER_MAX_BYTES)
-        if not isinstance(header, dict):
-            raise RemoteProtocolError("a header came that is no dict")
-        return header, frames
+            try:
+                piece = await self._reader.readexactly(piece_bytes)
+            except (asyncio.IncompleteReadError, OSError) as error:
+                raise PipeBrokenError("the other process went away within a message") from error
+            self._arrived.extend(_messages(piece))
+        return self._arrived.popleft()
 
     async def close(self) -> None:
         """Close our end; what was sent still arrives."""
+        self._flush()
         self._writer.close()
         try:
             await self._writer.wait_closed()
         except OSError:
             return  # the other end was first
+
+    def _flush(self) -> None:
+        if self._outgoing and not self._writer.is_closing():
+            self._writer.writelines([_LENGTH.pack(self._outgoing_bytes), *self._outgoing])
+        self._outgoing, self._outgoing_bytes = [], 0
+
+
+def _messages(piece: bytes) -> Iterator[tuple[dict[str, Any], list[bytes]]]:
+    """Those that came as one piece."""
+    at = 0
+    while at < len(piece):
+        try:
+            header_bytes, num_frames = _HEAD.unpack_from(piece, at)
+            if header_bytes > HEADER_MAX_BYTES or num_frames > FRAMES_MAX:
+                raise RemoteProtocolError(
+                    f"a message of {header_bytes} bytes of header and {num_frames} frames came; "
+                    f"at most {HEADER_MAX_BYTES} and {FRAMES_MAX} are allowed",
+                    reason="oversized",
+                )
+            at += _HEAD.size
+            sizes = struct.unpack_from(f">{num_frames}I", piece, at)
+        except struct.error:
+            raise RemoteProtocolError("a message ends within its sizes") from None
+        at += 4 * num_frames
+        if at + header_bytes + sum(sizes) > len(piece):
+            raise RemoteProtocolError(
+                f"a message of {header_bytes + sum(sizes)} bytes came, of which "
+                f"{len(piece) - at} are there"
+            )
+        header = wire.unpack(piece[at : at + header_bytes], max_bytes=HEADER_MAX_BYTES)
+        if not isinstance(header, dict):
+            raise RemoteProtocolError("a header came that is no dict")
+        at += header_bytes
+        frames = []
+        for size in sizes:
+            frames.append(piece[at : at + size])
+            at += size
+        yield header, frames
 
 
 class ChildProcess:

@@ -40,6 +40,9 @@ from echo2_workers.engines.stored import view
 
 FORWARD_TOKENS_MAX: Final = 16384
 """Padded tokens of one prefill or score forward: it bounds the memory of its activations."""
+ADMIT_STEPS: Final = 3
+"""While others run, waiting prompts are let in at every third token boundary: those of a few
+groups that arrive one after the other share a prefill, which costs about as much as a step."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +87,7 @@ class Sampler:
         self._rows: list[_Row] = []
         self._cache: Any = None
         self._mask_BL = torch.zeros(0, 0, dtype=torch.int64, device=self._device)
+        self._admitted_at = 0
 
     @property
     def running(self) -> int:
@@ -142,7 +146,7 @@ class Sampler:
         """Sample one token for each running sequence, after letting waiting ones in."""
         if self.version is None:
             raise EngineError("no version is installed; nothing can be sampled")
-        if admit:
+        if admit and (not self._rows or self.steps - self._admitted_at >= ADMIT_STEPS):
             self._admit()
         if self._rows:
             last_B1 = torch.tensor([[row.tokens[-1]] for row in self._rows], device=self._device)
@@ -169,6 +173,7 @@ class Sampler:
             new.append(self._waiting.popleft())
         if not new:
             return
+        self._admitted_at = self.steps
         ids_BL, mask_BL = _left_padded(list(prompts), longest, self._device)
         cache = DynamicCache()
         positions_BL = (mask_BL.cumsum(1) - 1).clamp(min=0)
