@@ -17,8 +17,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-Kind = Literal["weights", "assets", "adapter"]
-KINDS: Final = ("weights", "assets", "adapter")
+Kind = Literal["weights", "assets", "adapter", "delta"]
+KINDS: Final = ("weights", "assets", "adapter", "delta")
+
+DELTA_HEADER: Final = "__metadata__"
+"""The first tensor of a delta: a name that no tensor of weights may have."""
 
 ALIGNMENT_BYTES: Final = 64
 """A cache line; at least the size of every dtype, as views of a mapped file need."""
@@ -146,6 +149,11 @@ def tensor_problem(kind: str, tensor: TensorSpec) -> str | None:
             f"asset {tensor.name!r} is {tensor.dtype} {list(tensor.shape)}; "
             "a file is U8 with one dimension"
         )
+    if kind == "delta" and (tensor.dtype != "U8" or len(tensor.shape) != 1):
+        return (
+            f"delta of {tensor.name!r} is {tensor.dtype} {list(tensor.shape)}; "
+            "what is encoded is U8 with one dimension"
+        )
     needed = tensor_bytes(tensor.dtype, tensor.shape)
     if tensor.num_bytes != needed:
         return (
@@ -166,7 +174,8 @@ def name_problem(kind: str, name: str) -> str | None:
         return f"tensor name {name!r} has characters that do not print"
     if kind != "assets":
         # The safetensors header keeps its own metadata under this key.
-        return "tensor name '__metadata__' is reserved" if name == "__metadata__" else None
+        is_reserved = name == DELTA_HEADER and kind != "delta"
+        return f"tensor name {name!r} is reserved" if is_reserved else None
     if "/" in name or "\\" in name or name.startswith("."):
         return f"asset {name!r} is not a plain file name: no slash, no leading dot"
     if len(name.encode()) > FILE_NAME_MAX_BYTES:

@@ -78,7 +78,7 @@ def test_the_arithmetic_of_the_layout() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"kind": "delta"}, "kind 'delta' is unknown"),
+        ({"kind": "patch"}, "kind 'patch' is unknown"),
         ({"num_bytes": 77}, "num_bytes is 77; the tensors end at 76"),
         ({"num_bytes": -1}, "num_bytes is -1"),
         ({"num_bytes": 1 << 60}, "num_bytes is"),
