@@ -346,7 +346,7 @@ class Coordinator(Driver):
         self.work(set(PARTS))
 
 
-TestCoordinator = pytest.mark.timeout(300)(Coordinator.TestCase)
+TestCoordinator = pytest.mark.timeout(1200)(Coordinator.TestCase)
 TestCoordinator.settings = settings(
     max_examples=250,
     stateful_step_count=60,

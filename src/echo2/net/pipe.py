@@ -154,6 +154,12 @@ def _messages(piece: bytes) -> Iterator[tuple[dict[str, Any], list[bytes]]]:
                 )
             at += _HEAD.size
             sizes = struct.unpack_from(f">{num_frames}I", piece, at)
+            if header_bytes + sum(sizes) > MESSAGE_MAX_BYTES:
+                raise RemoteProtocolError(
+                    f"a message of {header_bytes + sum(sizes)} bytes came; at most "
+                    f"{MESSAGE_MAX_BYTES} are allowed",
+                    reason="oversized",
+                )
         except struct.error:
             raise RemoteProtocolError("a message ends within its sizes") from None
         at += 4 * num_frames

@@ -26,15 +26,25 @@ class Recorder:
 
     async def drain(self) -> None: ...
 
+    def is_closing(self) -> bool:
+        return False
+
 
 def bytes_of(header: dict[str, Any], frames: list[Any]) -> bytes:
     async def send() -> bytes:
         writer = Recorder()
         pipe = Pipe(asyncio.StreamReader(), cast(asyncio.StreamWriter, writer))
         await pipe.send(header, frames)
+        assert not writer.sent, "it goes with what else is sent in this turn"
+        await asyncio.sleep(0)
         return writer.sent
 
     return asyncio.run(send())
+
+
+def a_piece(content: bytes) -> bytes:
+    """What a stream holds of messages that were sent together."""
+    return struct.pack(">I", len(content)) + content
 
 
 def received(stream: bytes) -> list[tuple[dict[str, Any], list[bytes]]]:
@@ -59,6 +69,22 @@ def test_messages_come_back_in_order() -> None:
     assert received(bytes_of(*first) + bytes_of(*second)) == [first, second]
 
 
+def test_what_is_sent_in_one_turn_is_one_piece_and_large_messages_do_not_wait() -> None:
+    async def scenario() -> tuple[bytes, bytes]:
+        writer = Recorder()
+        pipe = Pipe(asyncio.StreamReader(), cast(asyncio.StreamWriter, writer))
+        await asyncio.gather(*(pipe.send({"n": n}, [b"abc"]) for n in range(3)))
+        await asyncio.sleep(0)
+        small = writer.sent
+        await pipe.send({}, [bytes(pipe_module.PIECE_BYTES)])
+        return small, writer.sent[len(small) :]
+
+    small, large = asyncio.run(scenario())
+    assert struct.unpack_from(">I", small)[0] == len(small) - 4
+    assert received(small) == [({"n": n}, [b"abc"]) for n in range(3)]
+    assert len(large) > pipe_module.PIECE_BYTES
+
+
 def test_frames_may_be_views_of_any_item_size() -> None:
     floats = memoryview(struct.pack("3f", 1, 2, 3)).cast("f")
     assert received(bytes_of({}, [floats])) == [({}, [floats.tobytes()])]
@@ -80,16 +106,28 @@ def test_the_end_at_a_border_is_none_and_within_a_message_an_error() -> None:
         struct.pack(">II2I", 1, 2, 2**30, 2**30),
     ],
 )
-def test_sizes_are_refused_before_anything_is_read(head: bytes) -> None:
+def test_sizes_are_refused_before_anything_is_made_of_them(head: bytes) -> None:
     with pytest.raises(RemoteProtocolError, match="at most") as caught:
-        received(head)
+        received(a_piece(head))
     assert caught.value.reason == "oversized"
+
+
+def test_a_piece_beyond_all_bounds_is_refused_before_it_is_read() -> None:
+    with pytest.raises(RemoteProtocolError, match="a piece of 4294967295 bytes is coming"):
+        received(b"\xff" * 8)
+
+
+@pytest.mark.parametrize("cut", [1, 7, 9, 12, 20])
+def test_a_message_that_ends_within_its_piece_is_refused(cut: int) -> None:
+    whole = bytes_of({"op": 1}, [b"abc", b"de"])[4:]
+    with pytest.raises(RemoteProtocolError):
+        received(a_piece(whole[:cut]))
 
 
 @pytest.mark.parametrize("header", [b"\xc1", wire.pack([1]), wire.pack({}) + b"\0"])
 def test_a_header_that_is_no_dict_is_refused(header: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
-        received(struct.pack(">II", len(header), 0) + header)
+        received(a_piece(struct.pack(">II", len(header), 0) + header))
 
 
 def test_what_could_not_be_received_is_not_sent() -> None:
