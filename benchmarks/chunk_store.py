@@ -26,8 +26,8 @@ from blake3 import blake3
 
 from echo2.config import Config
 from echo2.net.auth import AllowList, load_or_create_key
+from echo2.net.relay import Relay
 from echo2.net.sockets import close_context, make_context
-from echo2.weights.fetch import Fetcher
 from echo2.weights.origin import Origin
 from echo2.weights.snapshot import Manifest
 from echo2.weights.store import ChunkStore, open_version, write_version
@@ -80,7 +80,7 @@ def measure(folder: Path, num_bytes: int) -> dict[str, float]:
 
 
 async def fetch(folder: Path, manifest: Manifest) -> float:
-    """GB/s of a fetch; origin and fetcher share this process and its event loop."""
+    """GB/s of a fetch; origin and relay share this process and its event loop."""
     run_dir = folder / "run"
     keys = load_or_create_key(folder / "worker.key")
     AllowList(run_dir / "keys" / "authorized").authorize("worker", keys.public)
@@ -89,9 +89,9 @@ async def fetch(folder: Path, manifest: Manifest) -> float:
     await origin.start()
     store = await asyncio.to_thread(ChunkStore, folder / "fetched", 2 * manifest.num_bytes)
     try:
-        async with Fetcher(context, store, keys=keys, name="worker") as fetcher:
+        async with Relay(context, store, keys=keys, name="worker") as relay:
             start = time.perf_counter()
-            version = await fetcher.fetch(
+            version = await relay.fetch(
                 manifest.manifest_digest, origin.endpoint, origin.public_key, timeout_s=TIMEOUT_S
             )
             elapsed_s = time.perf_counter() - start

@@ -31,8 +31,9 @@ from torch import Tensor
 from echo2.core.lineage import Lineage
 from echo2.errors import LearnerError, WaitTimeoutError
 from echo2.messages import VersionPublished
-from echo2.types import Version
+from echo2.types import DeltaOffer, Version
 from echo2.weights.adapter import AdapterBase, adapter_base
+from echo2.weights.delta import write_delta
 from echo2.weights.snapshot import Manifest
 from echo2.weights.store import open_version, prune, write_assets, write_version
 from echo2_learner import lora
@@ -46,6 +47,7 @@ NUM_PROBES: Final = 4
 PROBE_LENGTH: Final = 12
 PROBE_SEED: Final = 12
 VERSION_KEY: Final = "version"
+DELTAS_KEPT: Final = 16
 
 DTYPE_NAMES: Final = {
     torch.float64: "F64",
@@ -70,11 +72,16 @@ class PublishedVersions:
         self._digests: dict[Version, str] = {}
         self._bases: dict[str, str] = {}
         """Of versions that are adapters: what they go onto."""
+        self._deltas: list[str] = []
+        """The newest ones, which may lead from a version that is no longer kept."""
 
     def find(self, lineage: Lineage) -> None:
         """Take up what earlier incarnations of this line left in the folder."""
-        for path in sorted(self.folder.glob("*.manifest")):
+        by_age = sorted(self.folder.glob("*.manifest"), key=lambda path: path.stat().st_mtime_ns)
+        for path in by_age:
             with _opened(self.folder, path.stem) as stored:
+                if stored.manifest.kind == "delta":
+                    self._deltas = [*self._deltas, path.stem][-DELTAS_KEPT:]
                 if VERSION_KEY not in stored.manifest.metadata:
                     continue
                 manifest = stored.manifest
@@ -82,11 +89,19 @@ class PublishedVersions:
             if version.incarnation < lineage.incarnation and lineage.is_alive(version):
                 self.add(version, manifest)
 
-    def add(self, version: Version, manifest: Manifest) -> None:
+    def add(self, version: Version, manifest: Manifest, delta: DeltaOffer | None = None) -> None:
+        """A version was published, and a delta that leads to it."""
         self._digests[version] = manifest.manifest_digest
+        if delta is not None:
+            self._deltas.append(delta.manifest_digest)
+            del self._deltas[:-DELTAS_KEPT]
         base = adapter_base(manifest)
         if base is not None:
             self._bases[manifest.manifest_digest] = base.manifest_digest
+
+    def newest(self) -> str:
+        """The digest of the newest one; "" before the first."""
+        return self._digests[max(self._digests)] if self._digests else ""
 
     def __contains__(self, version: Version) -> bool:
         return version in self._digests
@@ -115,7 +130,7 @@ class PublishedVersions:
         newest = max(self._digests, default=None)
         for version in [v for v in self._digests if v.step < keep_from and v != newest]:
             self._bases.pop(self._digests.pop(version), None)
-        prune(self.folder, keep | {*self._digests.values(), *self._bases.values()})
+        prune(self.folder, keep | {*self._digests.values(), *self._bases.values(), *self._deltas})
 
 
 class Publisher:
@@ -133,6 +148,7 @@ class Publisher:
         origin_timeout_s: float,
         ranks: Ranks = ALONE,
         adapters_alone: bool = False,
+        deltas: bool = False,
     ) -> None:
         self.policy = policy
         self.scratch = scratch
@@ -143,6 +159,7 @@ class Publisher:
         self._run_name = run_name
         self._assets_digest = ""
         self._adapters_alone = adapters_alone
+        self._deltas = deltas
         self._base: AdapterBase | None = None
         self._probe_tokens: Tensor | None = None
 
@@ -164,7 +181,8 @@ class Publisher:
             manifest = write_version(
                 folder, _buffers(self._wholes()), kind="weights", metadata=metadata
             )
-        self.versions.add(version, manifest)
+        delta = self._write_delta(manifest)
+        self.versions.add(version, manifest, delta)
         origin = self._origin()
         return VersionPublished(
             version=version,
@@ -175,6 +193,7 @@ class Publisher:
             origin_key=origin["public_key"],
             final=final,
             vocab_size=self.policy.vocab_size,
+            deltas=() if delta is None else (delta,),
             probe_length=PROBE_LENGTH,
             probe_tokens=probe_tokens.to(torch.int32).numpy().tobytes(),
             probe_logprobs=probe.numpy().tobytes(),
@@ -206,6 +225,19 @@ class Publisher:
         lengths = torch.full((NUM_PROBES,), PROBE_LENGTH, device=self.policy.device)
         logprobs, _ = self.scratch.logprobs(tokens.to(self.policy.device), lengths, temperature=1.0)
         return tokens, logprobs.float().cpu()
+
+    def _write_delta(self, manifest: Manifest) -> DeltaOffer | None:
+        """What makes this version of the one before; None where that is no smaller."""
+        folder, before = self.versions.folder, self.versions.newest()
+        if not self._deltas or not before or before == manifest.manifest_digest:
+            return None
+        with _opened(folder, before) as base, _opened(folder, manifest.manifest_digest) as target:
+            if base.manifest.kind != target.manifest.kind:
+                return None
+            delta = write_delta(folder, base, target)
+        if delta is None:
+            return None
+        return DeltaOffer(before, delta.manifest_digest, delta.num_bytes)
 
     def _write_adapters(self, metadata: dict[str, str]) -> Manifest:
         """The adapters as a version; before the first one, what they go onto."""

@@ -79,6 +79,7 @@ def build_rank_parts(config: Config, run_dir: Path, *, resume: bool, ranks: Rank
         origin_timeout_s=config.net.connect_timeout_s,
         ranks=ranks,
         adapters_alone=policy.has_adapters and table.lora.publish == "adapter",
+        deltas=table.deltas,
     )
     resumed = checkpoints.newest() if resume else None
     if resumed is not None:

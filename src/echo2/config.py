@@ -166,6 +166,8 @@ class LearnerTable(Table):
     """Recompute behaviour logprobs with the very version that sampled them, so often."""
     logprob_check_tokens: Positive = 1024
     """Tokens recomputed at each check."""
+    deltas: bool = True
+    """Publish beside each version what makes it of the one before, where that is smaller."""
     threads: NonNegative = 0
     """Torch threads; 0 leaves torch's default."""
     device: str = "auto"
@@ -274,6 +276,18 @@ class WorkerTable(Table):
     fetch_timeout_s: PositiveSeconds = 600.0
     store_bytes_max: Annotated[int, Field(ge=1, le=2**50)] = 64 << 30
     """Most bytes of the chunk store on the worker's disk."""
+    relay: bool = True
+    """Take chunks from other workers too, and forward those that arrive."""
+    relay_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port on which the relay listens; 0: any free one."""
+    relay_endpoint: Annotated[str, Field(pattern=r"^(tcp://[^\s*]+:\d+)?$")] = ""
+    """Where other workers reach the relay, "tcp://HOST:PORT"; by default the address from which
+    this machine reaches the coordinator. The coordinator tries it before anyone is told."""
+    uplink_mbit: Annotated[float, Field(ge=0, le=1e9)] = 0.0
+    """Cap of what the relay forwards, in Mbit/s; 0: none."""
+    model_folder: str = "model"
+    """With engine "none": where each version is put as a folder of safetensors, in place of the
+    one before; inside RUN/workers/NAME unless it is absolute. "": versions are only relayed."""
     transformers: TransformersTable = TransformersTable()
     vllm: VllmTable = VllmTable()
     null: NullTable = NullTable()
@@ -302,6 +316,8 @@ class NetTable(Table):
     """Folder of keys and of the allow-list; by default RUN_DIR/keys."""
     connect_timeout_s: PositiveSeconds = 120.0
     """A daemon that cannot reach the coordinator for so long ends with an error."""
+    origin_uplink_mbit: Annotated[float, Field(ge=0, le=1e9)] = 0.0
+    """What the origin may send, in Mbit/s; 0: no cap, and measured."""
     rollout_bytes_in_flight: Positive = 256 << 20
     """Unacknowledged bytes of results that one peer may have under way."""
 

@@ -20,6 +20,7 @@ from echo2.learner_client import Batch, LearnerClient
 from echo2.messages import Message, VersionPublished
 from echo2.net.sockets import close_context, make_context
 from echo2.types import Task, Version
+from echo2.weights.model_files import asset_files
 from echo2.weights.origin import Origin
 from echo2.weights.safetensors_file import read_safetensors_folder
 from echo2.weights.store import prune, write_assets, write_version
@@ -38,7 +39,6 @@ DTYPES = {
     "uint8": "U8",
     "bfloat16": "BF16",  # numpy has it with the package ml_dtypes
 }
-NOT_ASSETS = (".safetensors", ".bin", ".pt", ".gguf")
 
 
 class EmbeddedLearner:
@@ -199,12 +199,7 @@ class _Mailbox:
 
 
 def _write_assets(folder: Path, model: Path) -> str:
-    """Tokenizer and model configuration: every small file beside the weights."""
-    files = {
-        path.name: path
-        for path in sorted(model.iterdir())
-        if path.is_file() and path.suffix not in NOT_ASSETS
-    }
+    files = asset_files(model)
     return write_assets(folder, files).manifest_digest if files else ""
 
 

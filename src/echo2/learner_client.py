@@ -22,6 +22,7 @@ import structlog
 import echo2
 from echo2.core.learner_client import (
     BatchReady,
+    BroadcastKnown,
     Ended,
     EvalDone,
     LearnerClientState,
@@ -46,6 +47,7 @@ from echo2.messages import (
     PROTOCOL,
     BatchGranted,
     BatchGroup,
+    BroadcastStatus,
     EvalRequest,
     EvalResult,
     LearnerHello,
@@ -59,6 +61,7 @@ from echo2.types import Sampling, Task, Version
 log = structlog.get_logger()
 
 TICK_S: Final = 0.2
+ASK_AGAIN_S: Final = 2.0
 T = TypeVar("T")
 TaskSource = Callable[[int, int], tuple[list[Task], bool]]
 """(start, count) -> tasks [start, start + len) and whether there are none after them."""
@@ -103,14 +106,17 @@ class LearnerClient:
         run_id: str = "",
         environment_version: str = "",
         connect_timeout_s: float | None = None,
+        guest: bool = False,
     ) -> None:
-        """`connect_timeout_s`: a coordinator that is away for so long ends the session."""
+        """`connect_timeout_s`: a coordinator that is away for so long ends the session.
+        `guest`: it publishes only, takes the seat only from nobody, and leaves v as it is."""
         self._transport = transport
         self._tasks = tasks
         self._name = name
         self._run_id = run_id
         self._environment_version = environment_version
         self._connect_timeout_s = connect_timeout_s
+        self._guest = guest
         self._client: LearnerClientState | None = None
         self._waiters: dict[object, asyncio.Future[Any]] = {}
         self._evals_done: list[EvalResult] = []
@@ -141,6 +147,7 @@ class LearnerClient:
             checkpoint_steps=tuple(checkpoint_steps),
             environment_version=self._environment_version,
             hello_id=uuid.uuid4().hex,
+            guest=self._guest,
         )
         self._client = LearnerClientState(hello, connect_timeout_s=self._connect_timeout_s)
         await self._transport.start(self._on_message, self._failed)
@@ -185,6 +192,16 @@ class LearnerClient:
         self.waiting = f"version {message.version} to be announced"
         durable: VersionDurable = await self._await(message.version, answer, None)
         return durable.keep_from
+
+    async def broadcast(self) -> BroadcastStatus:
+        """How far the newest version has come, now. Waits while the coordinator is away."""
+        answer = self._expect(BroadcastKnown)
+        self.waiting = "the coordinator to say how far the version has come"
+        while not answer.done():
+            self._carry_out(self._state.ask_broadcast())
+            await asyncio.wait({answer}, timeout=ASK_AGAIN_S)
+        known: BroadcastKnown = await answer
+        return known.status
 
     async def checkpoint_saved(self, step: int, kept: Sequence[int]) -> None:
         self._carry_out(self._state.checkpoint_saved(step, tuple(kept)))
@@ -287,6 +304,8 @@ class LearnerClient:
                     self._answer(StepDurable, outcome)
                 case VersionDurable(version, _):
                     self._answer(version, outcome)
+                case BroadcastKnown():
+                    self._answer(BroadcastKnown, outcome)
                 case EvalDone(result):
                     if not self._answer(result.eval_id, outcome):
                         self._evals_done.append(result)

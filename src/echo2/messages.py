@@ -21,16 +21,22 @@ from typing_extensions import dataclass_transform
 
 from echo2.types import (
     GROUP_SIZE_MAX,
+    BroadcastWorker,
     Count,
+    DeltaOffer,
     Digest,
     Endpoint,
     GroupId,
     LeaseId,
+    LinkReport,
+    Mbit,
     Name,
     Real,
+    RelayPeer,
     Sampling,
     Seconds,
     ServerKey,
+    Stripe,
     Task,
     Text,
     TrajectoryHeader,
@@ -43,6 +49,10 @@ CHUNK_MAX_BYTES: Final = 256 << 10
 GROUP_FRAME_MAX_BYTES: Final = 256 << 20
 MANIFEST_MAX_BYTES: Final = 64 << 20
 LEASES_PER_PEER_MAX: Final = 4096
+RELAY_PEERS_MAX: Final = 4096
+STRIPES_MAX: Final = 256
+DELTA_PATH_MAX: Final = 16
+WORKERS_MAX: Final = 10_000
 
 
 class Lane(enum.StrEnum):
@@ -123,6 +133,8 @@ GroupName = Annotated[GroupId, Field(strict=True, min_length=1, max_length=64)]
 class WorkerHello(Message):
     """First message of a worker. Another protocol is refused with both numbers.
 
+    `relay_endpoint` and `relay_key`: where its relay listens, if it does, and the key that
+    other relays know it by; `uplink_mbit`: its own cap of what it forwards, 0 without one.
     `slots`: groups that it works on at once. `held`: leases that it still works on after a
     reconnect, reclaimed if they are still alive. `installed`: the version that it serves.
     """
@@ -140,6 +152,9 @@ class WorkerHello(Message):
     price_usd_per_h: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
     held: Annotated[tuple[LeaseName, ...], Field(max_length=LEASES_PER_PEER_MAX)] = ()
     installed: Version | None = None
+    relay_endpoint: Endpoint = ""
+    relay_key: ServerKey = ""
+    uplink_mbit: Mbit = 0.0
 
 
 @message(_C, "coordinator", "worker")
@@ -191,7 +206,15 @@ class VersionAnnounced(Message):
     """A version was published: fetch its manifest (`manifest_digest`) and chunks from
     `origin`, install it, and check the probe. The frames are `probe_tokens` int32
     [num_probes x probe_length] and `probe_logprobs` float32 of the same shape, where
-    column 0 is 0 (the first token is given). Empty when the publisher has no model."""
+    column 0 is 0 (the first token is given). Empty when the publisher has no model.
+
+    `path` names what to fetch instead of the version itself, deltas to apply one after the
+    other to what is here; what fails with it is fetched whole. `stripes` and `num_bytes` are
+    those of its last part then.
+
+    `stripes` is the worker's part of the relay plan: from whom which chunks come; without any
+    all come from the origin. `planned_s` is how long the plan takes in all. `serves` are the
+    workers below it that cannot dial it, so that it has to dial them."""
 
     version: Version
     manifest_digest: Digest
@@ -199,9 +222,32 @@ class VersionAnnounced(Message):
     origin: Endpoint
     origin_key: ServerKey
     assets_digest: Annotated[str, Field(max_length=64)] = ""
+    path: Annotated[tuple[Digest, ...], Field(max_length=DELTA_PATH_MAX)] = ()
+    stripes: Annotated[tuple[Stripe, ...], Field(max_length=STRIPES_MAX)] = ()
+    serves: Annotated[tuple[Name, ...], Field(max_length=RELAY_PEERS_MAX)] = ()
+    planned_s: Seconds = 0.0
     probe_length: Annotated[int, Field(ge=0, le=8192)] = 0
     probe_tokens: SmallFrame = b""
     probe_logprobs: SmallFrame = b""
+
+
+@message(_C, "coordinator", "worker")
+class RelayPeers(Message):
+    """All workers whose relays may be talked to, the receiver among them; whoever is in no
+    newer list is talked to no more."""
+
+    peers: Annotated[tuple[RelayPeer, ...], Field(max_length=RELAY_PEERS_MAX)]
+
+
+@message(_C, "worker", "coordinator")
+class RelayReport(Message):
+    """How a fetch goes, every few seconds and at its end: what came over each link since it
+    began, and how many chunks are missing still."""
+
+    manifest_digest: Digest
+    num_chunks: Count
+    num_missing: Count
+    links: Annotated[tuple[LinkReport, ...], Field(max_length=RELAY_PEERS_MAX)]
 
 
 @message(_C, "worker", "coordinator")
@@ -352,7 +398,9 @@ class LearnerHello(Message):
     """First message of a learner. It resumes at `resume_step` (0: from the start), with
     weights of `digest` ("" if not known); `checkpoint_steps` are those it keeps.
     `incarnation` 0 asks for a new one; a reconnect names the one it holds, with
-    `resume_step` the v that it believes in. `hello_id` tells a repeated hello from a new one."""
+    `resume_step` the v that it believes in. `hello_id` tells a repeated hello from a new one.
+    A `guest` publishes and trains nothing: it gets the seat only while no learner is in it, and
+    v stays what it is, whatever its `resume_step`."""
 
     protocol: Annotated[int, Field(ge=0, le=2**31)]
     echo2_version: Text
@@ -364,6 +412,7 @@ class LearnerHello(Message):
     checkpoint_steps: Annotated[tuple[Count, ...], Field(max_length=4096)] = ()
     environment_version: Text = ""
     hello_id: Annotated[str, Field(max_length=64)] = ""
+    guest: bool = False
 
 
 @message(_C, "coordinator", "learner")
@@ -492,7 +541,7 @@ class StepAcknowledged(Message):
 class VersionPublished(Message):
     """The origin serves `version` (its step is v). Frames as in VersionAnnounced. `final`:
     the last of the run, for which the period κ need not have passed. `vocab_size`: token
-    ids are below it; 0 when the publisher has no model.
+    ids are below it; 0 when the publisher has no model. `deltas`: what else leads to it.
     """
 
     version: Version
@@ -503,6 +552,7 @@ class VersionPublished(Message):
     origin_key: ServerKey
     final: bool = False
     vocab_size: Count = 0
+    deltas: Annotated[tuple[DeltaOffer, ...], Field(max_length=DELTA_PATH_MAX)] = ()
     probe_length: Annotated[int, Field(ge=0, le=8192)] = 0
     probe_tokens: SmallFrame = b""
     probe_logprobs: SmallFrame = b""
@@ -515,6 +565,24 @@ class PublishAcknowledged(Message):
 
     version: Version
     keep_from: Count
+
+
+@message(_C, "learner", "coordinator")
+class BroadcastRequest(Message):
+    """How far has the newest version come?"""
+
+    incarnation: Count
+
+
+@message(_C, "coordinator", "learner")
+class BroadcastStatus(Message):
+    """`num_active` workers are here, neither silent nor draining. `workers`: those that were
+    when `version`, the newest, was published; null before the first."""
+
+    incarnation: Count
+    version: Version | None
+    num_active: Count
+    workers: Annotated[tuple[BroadcastWorker, ...], Field(max_length=WORKERS_MAX)]
 
 
 @message(_C, "learner", "coordinator")
@@ -552,15 +620,15 @@ class EvalResult(Message):
     reason: Text = ""
 
 
-# ------------------------------------------------------------------- worker <-> origin
+# ---------------------------------------- relay <-> relay; the origin is one that only serves
 
 
-@message(_B, "worker", "origin")
+@message(_B, "worker", "origin worker")
 class ManifestRequest(Message):
     manifest_digest: Digest
 
 
-@message(_B, "origin", "worker")
+@message(_B, "origin worker", "worker")
 class ManifestReply(Message):
     """`manifest` is the manifest's encoded bytes; their BLAKE3 is `manifest_digest`."""
 
@@ -568,24 +636,43 @@ class ManifestReply(Message):
     manifest: Annotated[bytes, Frame(MANIFEST_MAX_BYTES)]
 
 
-@message(_B, "worker", "origin")
+@message(_B, "worker", "origin worker")
 class ChunksRequest(Message):
-    """Send these chunks; each index asked for is one credit of the receiver."""
+    """Send these chunks, each as soon as you have verified it; each index asked for is one
+    credit of the receiver."""
 
     manifest_digest: Digest
     indexes: Annotated[tuple[Count, ...], Field(min_length=1, max_length=256)]
 
 
-@message(_B, "origin", "worker")
+@message(_B, "worker", "origin worker")
+class ChunksCancelled(Message):
+    """These chunks are wanted from you no more; without any: none of this version."""
+
+    manifest_digest: Digest
+    indexes: Annotated[tuple[Count, ...], Field(max_length=256)] = ()
+
+
+@message(_B, "origin worker", "worker")
+class RelayAlive(Message):
+    """A sign of life to a peer that is owed chunks: `num_held` of them wait for the link,
+    `num_awaited` are not here yet themselves."""
+
+    manifest_digest: Digest
+    num_held: Count
+    num_awaited: Count
+
+
+@message(_B, "origin worker", "worker")
 class Chunk(Message):
     manifest_digest: Digest
     index: Count
     payload: Annotated[bytes, Frame(CHUNK_MAX_BYTES)]
 
 
-@message(_B, "origin", "worker")
+@message(_B, "origin worker", "worker")
 class ChunksRefused(Message):
-    """The origin does not hold it (any more)."""
+    """The sender does not hold this version, nor is it fetching it."""
 
     manifest_digest: Digest
     reason: Text

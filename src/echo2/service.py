@@ -31,8 +31,8 @@ import structlog
 
 from echo2.config import Config, config_to_toml
 from echo2.core.coordinator import CoordinatorState
-from echo2.core.effects import DeliverGroup, Effect, Emit, Finish, Persist, Send
-from echo2.core.events import Event, Persisted, Received, StopRequested, Tick
+from echo2.core.effects import DeliverGroup, Effect, Emit, Finish, Persist, ProbeRelay, Send
+from echo2.core.events import Event, Persisted, Received, RelayProbed, StopRequested, Tick
 from echo2.core.settings import CoordinatorSettings
 from echo2.core.status import status as core_status
 from echo2.embedding import EmbeddedLearner, Tensors
@@ -56,6 +56,7 @@ from echo2.messages import (
 )
 from echo2.metrics import CoordinatorMetrics
 from echo2.net.auth import AllowList, Authenticator, KeyPair, load_or_create_key
+from echo2.net.probe import probe_endpoint
 from echo2.net.router import Router
 from echo2.net.sockets import close_context, make_context
 from echo2.net.tasks import LoopLag, OwnedTasks
@@ -103,6 +104,9 @@ def settings_of(config: Config, run_id: str) -> CoordinatorSettings:
         learner_usd_per_h=config.cost.learner_usd_per_h,
         budget_usd=config.cost.budget_usd,
         seed=config.run.seed,
+        curve=config.net.curve,
+        host=config.net.host,
+        origin_uplink_mbit=config.net.origin_uplink_mbit,
     )
 
 
@@ -428,11 +432,17 @@ class Coordinator:
                     self._send(effect.peer, _batch_group(effect))
                 case Persist(record_id, record):
                     self._ledger.append(record_id, record)
+                case ProbeRelay(peer, endpoint):
+                    self._tasks.start(self._probe(peer, endpoint), name="probe")
                 case Finish():
                     self._finish = effect
                     self._finished.set()
                 case Emit():
                     pass  # written above
+
+    async def _probe(self, peer: PeerId, endpoint: str) -> None:
+        probe = await probe_endpoint(endpoint)
+        self.feed(RelayProbed(peer, endpoint, probe.ok, probe.rtt_s, probe.reason))
 
     def _send(self, peer: PeerId, message: Message) -> None:
         if peer == LOCAL_LEARNER:

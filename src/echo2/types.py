@@ -24,6 +24,8 @@ TOKENS_MAX: Final = 1 << 20
 
 Count = Annotated[int, Field(strict=True, ge=0, le=2**53)]
 Position = Annotated[int, Field(strict=True, ge=-1, le=2**53)]
+Mbit = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+"""Rates of links: 10⁶ bits per second."""
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Real = Annotated[float, Field(allow_inf_nan=False)]
 Reward = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
@@ -89,6 +91,63 @@ class Task:
 
     index: Count
     payload: Annotated[str, Field(max_length=TASK_PAYLOAD_MAX_BYTES)]
+
+
+@dataclass(frozen=True, slots=True)
+class RelayPeer:
+    """A worker's relay: `endpoint` is where it accepts connections ("": it only dials), `key`
+    the public CURVE key with which it listens and dials ("" without CURVE)."""
+
+    name: Name
+    endpoint: Endpoint
+    key: ServerKey
+
+
+@dataclass(frozen=True, slots=True)
+class Stripe:
+    """`num_chunks` of a version follow one relay tree: `sources` are the workers that send them
+    to the receiver, the parent first, then its parent and so on; the origin stands behind the
+    last. Which chunks they are says `echo2.core.dissemination.stripes`."""
+
+    num_chunks: Annotated[int, Field(strict=True, ge=1, le=2**32)]
+    sources: Annotated[tuple[Name, ...], Field(max_length=64)] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaOffer:
+    """A delta that makes a version out of `base` (both named by their manifests): its own
+    manifest's digest, and what it costs on the wire."""
+
+    base: Digest
+    manifest_digest: Digest
+    num_bytes: Count
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastWorker:
+    """A worker that was active when a version was published. `seconds` from then until it had
+    installed it, null before that; `fetch_s` and `install_s` are parts of it. `problem`: why it
+    has not, as it told last. `is_here` False: it left without it."""
+
+    name: Name
+    seconds: Seconds | None = None
+    fetch_s: Seconds = 0.0
+    install_s: Seconds = 0.0
+    problem: Annotated[str, Field(max_length=500)] = ""
+    is_here: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LinkReport:
+    """What came over one link for one version: `seconds` is the time in which something was
+    owed by `peer` ("origin": the origin), `num_faults` counts payloads that were not the chunk
+    asked for, `silences` how often it was taken for dead."""
+
+    peer: Name
+    num_bytes: Count
+    seconds: Seconds
+    num_faults: Count = 0
+    silences: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,10 +30,10 @@ from echo2.messages import (
     Role,
 )
 from echo2.net.auth import AllowList, Authenticator, KeyPair, load_or_create_key
+from echo2.net.relay import FetchLimits, Relay
 from echo2.net.router import Router
 from echo2.net.sockets import close_context, make_context
 from echo2.types import PeerId
-from echo2.weights.fetch import Fetcher, FetchLimits
 from echo2.weights.origin import Origin
 from echo2.weights.snapshot import Manifest
 from echo2.weights.store import ChunkStore, open_version, prune, write_version
@@ -48,14 +48,14 @@ import asyncio, sys
 from pathlib import Path
 from echo2.net.auth import load_or_create_key
 from echo2.net.sockets import make_context
-from echo2.weights.fetch import Fetcher
+from echo2.net.relay import Relay
 from echo2.weights.store import ChunkStore
 
 async def main(store, key, digest, origin, origin_key):
     keys = load_or_create_key(Path(key))
     store = ChunkStore(Path(store), 1 << 30)
-    fetcher = Fetcher(make_context(), store, keys=keys, name="w-1")
-    await fetcher.fetch(digest, origin, origin_key, timeout_s=600)
+    async with Relay(make_context(), store, keys=keys, name="w-1") as relay:
+        await relay.fetch(digest, origin, origin_key, timeout_s=600)
 
 asyncio.run(main(*sys.argv[1:]))
 """
@@ -158,12 +158,10 @@ async def a_context() -> AsyncIterator[zmq.asyncio.Context]:
 
 
 @contextlib.asynccontextmanager
-async def a_fetcher(
-    store: ChunkStore, keys: KeyPair | None, **limits: Any
-) -> AsyncIterator[Fetcher]:
+async def a_fetcher(store: ChunkStore, keys: KeyPair | None, **limits: Any) -> AsyncIterator[Relay]:
     async with (
         a_context() as context,
-        Fetcher(context, store, keys=keys, name="w-1", limits=FetchLimits(**limits)) as fetcher,
+        Relay(context, store, keys=keys, name="w-1", limits=FetchLimits(**limits)) as fetcher,
     ):
         yield fetcher
 
@@ -450,37 +448,6 @@ def test_a_cancelled_fetch_keeps_what_it_verified(
                     )
                 ).close()
             assert sorted(origin.asked) == list(range(10, NUM_CHUNKS))
-
-    asyncio.run(scenario())
-
-
-def test_concurrent_fetches_of_one_version_share_one_transfer(
-    run_dir: Path, version: Manifest, store: ChunkStore, worker_keys: KeyPair
-) -> None:
-    async def scenario() -> None:
-        async with a_scripted_origin(run_dir) as origin:
-            async with a_fetcher(store, worker_keys) as fetcher:
-
-                def fetch() -> Any:
-                    return fetcher.fetch(
-                        version.manifest_digest,
-                        origin.endpoint,
-                        origin.public_key,
-                        timeout_s=DEADLINE_S,
-                    )
-
-                impatient = asyncio.create_task(fetch())
-                others = [asyncio.create_task(fetch()) for _ in range(3)]
-                await until(lambda: fetcher.progress, "the fetch")
-                impatient.cancel()
-                fetched = await asyncio.gather(*others)
-                for one in fetched:
-                    one.verify()
-                    one.close()
-                assert fetched[0].path == fetched[1].path
-            assert set(origin.asked.values()) == {1}
-            assert origin.num_manifests_asked == 1
-            store.remove(version.manifest_digest)  # all handles were given back
 
     asyncio.run(scenario())
 

@@ -5,17 +5,9 @@ from __future__ import annotations
 import random
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
 
 from echo2.core.manifest import DTYPE_BYTES, tensor_bytes
 from echo2.errors import WeightsError
@@ -30,7 +22,6 @@ from echo2.weights.store import (
     write_safetensors,
     write_version,
 )
-from echo2.weights.window import ChunkWindow
 
 STORE_BYTES_MAX = 1 << 20
 
@@ -202,95 +193,3 @@ def test_random_bytes_are_no_manifest(content: bytes) -> None:
     except WeightsError:
         return
     raise AssertionError("decoded")
-
-
-class WindowMachine(RuleBasedStateMachine):
-    """A peer that loses, repeats, reorders and damages chunks still gives all of them."""
-
-    @initialize(
-        num_chunks=st.integers(0, 30),
-        requests_max=st.integers(1, 8),
-        faults_max=st.integers(1, 50),
-    )
-    def begin(self, num_chunks: int, requests_max: int, faults_max: int) -> None:
-        self.now = 0.0
-        self.requests_max = requests_max
-        self.faults_max = faults_max
-        self.window = ChunkWindow(
-            range(num_chunks),
-            requests_max=requests_max,
-            request_timeout_s=5.0,
-            faults_max=faults_max,
-            now=self.now,
-        )
-        self.left = set(range(num_chunks))
-        self.asked: list[int] = []
-        self.faults: dict[int, int] = {}
-
-    @rule(at_most=st.integers(1, 10))
-    def take(self, at_most: int) -> None:
-        taken = self.window.take(self.now, at_most=at_most)
-        assert len(taken) <= at_most
-        assert set(taken) <= self.left
-        assert not set(taken) & set(self.asked)
-        self.asked.extend(taken)
-
-    @precondition(lambda self: self.asked)
-    @rule(place=st.integers(0, 100), good=st.booleans())
-    def arrive(self, place: int, good: bool) -> None:
-        index = self.asked.pop(place % len(self.asked))
-        assert self.window.arrived(index, self.now)
-        assert not self.window.arrived(index, self.now)
-        if good:
-            self.window.verified(index)
-            self.left.remove(index)
-        else:
-            self.faults[index] = self.faults.get(index, 0) + 1
-            assert self.window.wrong(index) is (self.faults[index] < self.faults_max)
-
-    @rule(index=st.integers(0, 40))
-    def unasked(self, index: int) -> None:
-        if index not in self.asked:
-            assert not self.window.arrived(index, self.now)
-
-    @rule(seconds=st.floats(0, 20))
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-        for index in self.window.expire(self.now):
-            self.asked.remove(index)
-
-    @precondition(lambda self: self.asked)
-    @rule(count=st.integers(1, 3))
-    def cannot_send(self, count: int) -> None:
-        back = tuple(self.asked[-count:])
-        self.window.give_back(back)
-        del self.asked[-count:]
-
-    @invariant()
-    def nothing_is_lost(self) -> None:
-        if not hasattr(self, "window"):
-            return
-        assert self.window.num_asked == len(self.asked) <= self.requests_max
-        assert self.window.is_done is (not self.left)
-        assert self.window.num_faults == sum(self.faults.values())
-        assert (self.window.next_expiry() is None) is (not self.asked)
-
-    def teardown(self) -> None:
-        """From any state on, a peer that answers all gives all."""
-        if not hasattr(self, "window"):
-            return
-        for _ in range(200):
-            if self.window.is_done:
-                return
-            self.now += 5.0
-            self.window.expire(self.now)
-            for index in self.window.take(self.now, at_most=256):
-                self.window.arrived(index, self.now)
-                self.window.verified(index)
-        raise AssertionError("the window does not empty")
-
-
-TestWindow: Any = WindowMachine.TestCase
-TestWindow.settings = settings(
-    max_examples=60, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow]
-)

@@ -275,7 +275,8 @@ class WorkerMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.exited and self.fetching)
     @rule(data=st.data(), share=st.floats(0.0, 1.0))
     def a_fetch_advances(self, data: st.DataObject, share: float) -> None:
-        self.feed(events.FetchProgress(data.draw(st.sampled_from(sorted(self.fetching))), share))
+        digest = data.draw(st.sampled_from(sorted(self.fetching)))
+        self.feed(events.FetchProgress(digest, 1000, round(1000 * (1 - share))))
 
     @precondition(lambda self: not self.exited and self.fetching)
     @rule(data=st.data())

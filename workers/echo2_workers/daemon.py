@@ -17,6 +17,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,6 +46,7 @@ from echo2_workers.parts import (
     make_engine,
     make_environments,
     precision_of,
+    relay_bind,
     settings_of,
 )
 
@@ -76,7 +78,9 @@ async def _run(
     config: Config, run_dir: Path, identity: Identity, import_paths: Sequence[Path]
 ) -> int:
     with structlog.contextvars.bound_contextvars(worker=identity.name):
-        if config.environment.name in BUILTIN:
+        if config.worker.engine == "none":
+            version = ""  # it plays nothing, so the environment need not be installed
+        elif config.environment.name in BUILTIN:
             version = environment_version(config.environment.name)
         else:
             version = await describe_environment(
@@ -97,7 +101,8 @@ class WorkerDaemon:
     ) -> None:
         self._config = config
         self._identity = identity
-        self._core = WorkerState(settings_of(config, identity.name, environment_version))
+        self._settings = settings_of(config, identity.name, environment_version)
+        self._core = WorkerState(self._settings)
         self._events: deque[events.Event] = deque()
         self._handling = False
         self._exit: asyncio.Future[events.Exit] = asyncio.get_running_loop().create_future()
@@ -119,6 +124,8 @@ class WorkerDaemon:
             identity,
             bytes_max=config.worker.store_bytes_max,
             timeout_s=config.worker.fetch_timeout_s,
+            relay_bind=relay_bind(config),
+            uplink_mbit=config.worker.uplink_mbit,
             post=self._post,
         )
         self._engine: EngineHandle | None = None
@@ -154,6 +161,7 @@ class WorkerDaemon:
                 log.warning(event, reason=reason)
             self._tasks.start(self._lag.run(), name="lag")
             self._tasks.start(self._tick(), name="tick")
+            await self._start_relay()
             self._tasks.start(self._downloads.wait(), name="downloads")
             self._post(events.Started())
             ends: set[asyncio.Future[Any]] = {self._exit, crash}
@@ -171,6 +179,20 @@ class WorkerDaemon:
         if ended.code:
             raise Echo2Error(ended.reason)
         return 0
+
+    async def _start_relay(self) -> None:
+        """Before the hello, which tells where it listens."""
+        listens_at = await self._downloads.start()
+        if not self._config.worker.relay:
+            return
+        keys = self._identity.keys
+        settings = replace(
+            self._settings,
+            relay_endpoint=self._config.worker.relay_endpoint or listens_at,
+            relay_key="" if keys is None else keys.public,
+        )
+        self._core = WorkerState(settings)
+        log.info("relay_started", endpoint=settings.relay_endpoint)
 
     async def _close(self) -> None:
         """Messages first, so that the goodbye leaves before anything can take time; each
@@ -239,6 +261,8 @@ class WorkerDaemon:
                 self._reconnect(attempt)
             case events.Fetch():
                 self._downloads.fetch(effect)
+            case events.SetPeers(peers):
+                self._downloads.set_peers(peers)
             case events.CancelFetch(manifest_digest):
                 self._downloads.cancel(manifest_digest)
             case events.StartEngine():
@@ -298,11 +322,13 @@ class WorkerDaemon:
         if self._engine is not None:
             await self._engine.stop()
         try:
-            if not self._environments_up:
+            if not self._environments_up and self._settings.takes_leases:
                 await self._environments.start(start.settings, self._downloads.assets)
                 self._environments_up = True
             self._engine = make_engine(
                 self._config,
+                folder=self._identity.folder,
+                fetch_assets=self._downloads.fetch_assets,
                 on_died=lambda text: self._post(events.EngineDied(start.epoch, text)),
             )
             await self._engine.start(self._downloads.assets)

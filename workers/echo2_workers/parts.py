@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ from echo2 import __version__
 from echo2.config import Config
 from echo2.config_vllm import precision_class
 from echo2.core.worker_settings import WorkerSettings
+from echo2.net.sockets import split_endpoint
 from echo2_workers.engine_process import EngineHandle, EngineProcess, LocalEngine
 from echo2_workers.engine_python import engine_python
 from echo2_workers.engines.null import NullEngine
 from echo2_workers.environment import BUILTIN
 from echo2_workers.environment_pool import EnvironmentPool
 from echo2_workers.groups import Environments, LocalEnvironments
+from echo2_workers.model_folder import FetchAssets, ModelFolder
 
 
 def settings_of(config: Config, name: str, environment_version: str) -> WorkerSettings:
@@ -29,6 +32,7 @@ def settings_of(config: Config, name: str, environment_version: str) -> WorkerSe
         environment=config.environment.name,
         environment_version=environment_version,
         on_update=worker.on_update,
+        uplink_mbit=worker.uplink_mbit,
         slots=worker.slots,
         price_usd_per_h=worker.price_usd_per_h,
         needs_weights=worker.engine not in ("null", "none"),
@@ -37,6 +41,34 @@ def settings_of(config: Config, name: str, environment_version: str) -> WorkerSe
         connect_timeout_s=config.net.connect_timeout_s,
         bytes_in_flight_max=config.net.rollout_bytes_in_flight,
     )
+
+
+def relay_bind(config: Config) -> str:
+    """Where the relay listens, "tcp://HOST:PORT"; "" when it is switched off.
+
+    The address from which this machine reaches the coordinator: loopback stays loopback. With
+    `worker.relay_endpoint`, which a router forwards from, on every address.
+    """
+    worker, net = config.worker, config.net
+    if not worker.relay:
+        return ""
+    port = worker.relay_port or 0
+    if worker.relay_endpoint:
+        return f"tcp://0.0.0.0:{port}"
+    host = split_endpoint(net.coordinator)[0] if net.coordinator else net.host
+    return f"tcp://{_local_address(host)}:{port}"
+
+
+def _local_address(host: str) -> str:
+    """This machine's address on the way to `host`; loopback when there is no way."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing
+            probe.connect(address)
+            found = str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+    return f"[{found}]" if ":" in found else found
 
 
 def precision_of(config: Config) -> str:
@@ -49,9 +81,22 @@ def precision_of(config: Config) -> str:
     return config.model.dtype
 
 
-def make_engine(config: Config, *, on_died: Callable[[str], None]) -> EngineHandle:
-    """An engine that is not started yet. Raises ConfigError when worker.python is wrong."""
+def make_engine(
+    config: Config,
+    *,
+    on_died: Callable[[str], None],
+    folder: Path,
+    fetch_assets: FetchAssets,
+) -> EngineHandle:
+    """An engine that is not started yet. Raises ConfigError when worker.python is wrong.
+
+    `folder` is the worker's own, and `fetch_assets` brings a version's assets: engine "none"
+    lays out models with both.
+    """
     worker = config.worker
+    if worker.engine == "none":
+        models = folder / worker.model_folder if worker.model_folder else None
+        return ModelFolder(models, worker_folder=folder, fetch_assets=fetch_assets)
     if worker.engine == "null":
         return LocalEngine(NullEngine(**worker.null.model_dump()))
     settings: dict[str, Any] = {"dtype": config.model.dtype}
@@ -98,7 +143,9 @@ def doubts(config: Config) -> dict[str, str]:
     found = {}
     worker = config.worker
     if worker.engine == "none":
-        found["worker_idle"] = 'engine "none" generates nothing and gets no leases'
+        found["worker_idle"] = (
+            'engine "none" fetches, forwards and lays out versions; it samples nothing'
+        )
     per_trajectory = worker.null.tokens_mean / config.dispatch.group_size
     if worker.engine == "null" and per_trajectory > config.sampling.max_tokens:
         found["null_tokens_cut"] = (

@@ -14,6 +14,8 @@ from echo2.commands.run_view import fetch_status, number, told_ends
 from echo2.config import load_config
 from echo2.errors import ConfigError, Echo2Error
 
+BROADCASTS_SHOWN = 3
+
 
 def main(run_dir: Path | None, *, url: str, token: str, as_json: bool) -> int:
     if bool(run_dir) == bool(url):
@@ -58,7 +60,48 @@ def told(status: dict[str, Any]) -> list[str]:
             f"{number(worker.get('leases'))}/{number(worker.get('slots'))} leases  "
             f"{number(worker.get('tokens_per_s'))} tokens/s  "
             f"Δlogprob {number(worker.get('mismatch'))}  "
-            f"silent {number(worker.get('silent_s'))} s"
+            f"silent {number(worker.get('silent_s'))} s" + _told_fetch(worker.get("fetch"))
+        )
+    lines.extend(_told_dissemination(status))
+    return lines
+
+
+def _told_fetch(fetch: dict[str, Any] | None) -> str:
+    if not fetch or not fetch.get("missing"):
+        return ""
+    return f"  {number(fetch['missing'])} of {number(fetch.get('chunks'))} chunks missing"
+
+
+def _told_dissemination(status: dict[str, Any]) -> list[str]:
+    """Relays, their links, and how long the newest versions took to reach the workers."""
+    lines = []
+    for worker in status.get("workers") or []:
+        relay = worker.get("relay")
+        if relay:
+            ways = "accepts" if relay.get("accepts") else "only dials"
+            why = f"  ({relay['reason']})" if relay.get("reason") else ""
+            lines.append(
+                f"relay     {worker.get('name')}  {ways}"
+                + ("" if relay.get("forwards") else ", forwards nothing")
+                + f"  up {number(relay.get('up_mbit'))}  down {number(relay.get('down_mbit'))} "
+                f"Mbit/s{why}"
+            )
+    for link in status.get("links") or []:
+        lines.append(
+            f"link      {link.get('from')} > {link.get('to')}  {number(link.get('mbit'))} Mbit/s"
+        )
+    for found in (status.get("broadcasts") or [])[-BROADCASTS_SHOWN:]:
+        planned = (
+            f"  planned {number(found['predicted_s'])} s, bound {number(found.get('bound_s'))} s"
+            if found.get("predicted_s") is not None
+            else ""
+        )
+        lines.append(
+            f"t_bcast   version {found.get('version')}  {number(found.get('t50_s'))} s, "
+            f"{number(found.get('t90_s'))} s, {number(found.get('t100_s'))} s at half, 90 % and "
+            f"all of {number(found.get('workers'))}{planned}  fetching "
+            f"{number(found.get('fetch_share'))}, installing {number(found.get('install_share'))} "
+            "of it"
         )
     return lines
 

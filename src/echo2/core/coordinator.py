@@ -12,7 +12,7 @@ from typing import Any
 
 from echo2.core.dispatch import Dispatcher
 from echo2.core.effects import Effect
-from echo2.core.events import Event, Persisted, Received, StopRequested, Tick
+from echo2.core.events import Event, Persisted, Received, RelayProbed, StopRequested, Tick
 from echo2.core.group import Group, GroupState
 from echo2.core.learner_desk import LearnerDesk
 from echo2.core.records import (
@@ -29,6 +29,7 @@ from echo2.errors import RemoteProtocolError
 from echo2.messages import (
     BatchRequest,
     BatchWaiting,
+    BroadcastRequest,
     CheckpointSaved,
     Draining,
     EvalRequest,
@@ -40,6 +41,7 @@ from echo2.messages import (
     LearnerHello,
     LeaseFailed,
     Message,
+    RelayReport,
     StepCompleted,
     TasksSubmitted,
     VersionInstalled,
@@ -68,6 +70,7 @@ class CoordinatorState:
             InstallFailed: self.workers.install_failed,
             GroupResult: self.workers.result,
             LeaseFailed: self.workers.failed,
+            RelayReport: self.workers.relays.report,
             Draining: self._draining,
             Goodbye: self._goodbye,
             LearnerHello: self.learner.hello,
@@ -76,6 +79,7 @@ class CoordinatorState:
             BatchRequest: self.learner.batch_request,
             StepCompleted: self.learner.step_completed,
             VersionPublished: self.learner.published,
+            BroadcastRequest: self.learner.broadcast,
             CheckpointSaved: self.learner.checkpoint,
             EvalRequest: self.learner.eval_request,
         }
@@ -96,9 +100,11 @@ class CoordinatorState:
                     self._persisted(record_id)
                 case Tick():
                     self._tick()
+                case RelayProbed():
+                    self.workers.relays.probed(event)
                 case StopRequested(reason):
                     state.finish(ok=True, finished=False, reason=reason)
-            if not _is_heartbeat(event):
+            if not _only_informs(event):
                 self._settle()
         effects, state.effects = state.effects, []
         return effects
@@ -157,8 +163,9 @@ class CoordinatorState:
                 pass  # nothing waits for a checkpoint's record
 
     def _settle(self) -> None:
-        """What became possible? Not asked after heartbeats: those change nothing that the
-        next tick would not see. A group that was only buffered makes no lease possible."""
+        """What became possible? Not asked after heartbeats and news of relays: those change
+        nothing that the next tick would not see. A group that was only buffered makes no lease
+        possible."""
         if self.state.finished is not None:
             return
         step, only_buffered = self.state.next_step, self._only_buffered
@@ -178,6 +185,7 @@ class CoordinatorState:
         self._count_cost()
         self._look_at_learner()
         self._look_at_workers()
+        self.workers.relays.tick()
         self._look_at_leases()
         self._look_at_evals()
         self._look_at_the_run()
@@ -303,5 +311,8 @@ class CoordinatorState:
             )
 
 
-def _is_heartbeat(event: Event) -> bool:
-    return isinstance(event, Received) and isinstance(event.message, Heartbeat | LearnerHeartbeat)
+def _only_informs(event: Event) -> bool:
+    return isinstance(event, RelayProbed) or (
+        isinstance(event, Received)
+        and isinstance(event.message, Heartbeat | LearnerHeartbeat | RelayReport)
+    )

@@ -51,6 +51,14 @@ class Emit:
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeRelay:
+    """Find out whether `endpoint` accepts connections, then answer with `RelayProbed`."""
+
+    peer: PeerId
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """The coordinator's work is over: flush, then end. `ok` False is an error."""
 
@@ -59,4 +67,4 @@ class Finish:
     reason: str
 
 
-Effect = Send | DeliverGroup | Persist | Emit | Finish
+Effect = Send | DeliverGroup | Persist | Emit | ProbeRelay | Finish

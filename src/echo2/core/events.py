@@ -29,10 +29,22 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
+class RelayProbed:
+    """What a `ProbeRelay` effect found out. `rtt_s`: how long it took to connect; None, with
+    the reason, if that or the greeting failed."""
+
+    peer: PeerId
+    endpoint: str
+    ok: bool
+    rtt_s: float | None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequested:
     """The operator ends the coordinator (not the run: it may be resumed)."""
 
     reason: str
 
 
-Event = Received | Persisted | Tick | StopRequested
+Event = Received | Persisted | Tick | RelayProbed | StopRequested

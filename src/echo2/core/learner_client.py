@@ -21,6 +21,8 @@ from echo2.messages import (
     BatchGroup,
     BatchRequest,
     BatchWaiting,
+    BroadcastRequest,
+    BroadcastStatus,
     CheckpointSaved,
     EvalRequest,
     EvalResult,
@@ -92,6 +94,11 @@ class VersionDurable:
 
 
 @dataclass(frozen=True, slots=True)
+class BroadcastKnown:
+    status: BroadcastStatus
+
+
+@dataclass(frozen=True, slots=True)
 class EvalDone:
     result: EvalResult
 
@@ -131,6 +138,7 @@ Outcome = (
     | BatchReady
     | StepDurable
     | VersionDurable
+    | BroadcastKnown
     | EvalDone
     | TasksNeeded
     | WaitingFor
@@ -196,6 +204,10 @@ class LearnerClientState:
     def publish(self, message: VersionPublished) -> list[Outcome]:
         self.publishing[message.version] = message
         return self._transmit(message)
+
+    def ask_broadcast(self) -> list[Outcome]:
+        """Not repeated by itself: who waits for the answer asks again."""
+        return self._transmit(BroadcastRequest(incarnation=self.incarnation))
 
     def checkpoint_saved(self, step: int, kept: tuple[int, ...]) -> list[Outcome]:
         self.checkpoint = CheckpointSaved(incarnation=self.incarnation, step=step, kept=kept)
@@ -285,7 +297,11 @@ class LearnerClientState:
                 known = self.evals.pop(message.eval_id, None)
                 return [EvalDone(message)] if known is not None else []
             case TasksWanted() if message.incarnation == self.incarnation:
-                return [TasksNeeded(message.start, message.count)]
+                # A guest has none, and does not say that there are none: a learner may have.
+                guest = self.hello.guest
+                return [] if guest else [TasksNeeded(message.start, message.count)]
+            case BroadcastStatus() if message.incarnation == self.incarnation:
+                return [BroadcastKnown(message)]
             case BatchWaiting() if message.incarnation == self.incarnation:
                 return [WaitingFor(message.text)]
             case BatchGranted() if message.incarnation == self.incarnation:

@@ -7,6 +7,8 @@ changes nothing.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from echo2.core.effects import DeliverGroup
 from echo2.core.evals import EVALS_MAX
 from echo2.core.group import Group, GroupState
@@ -24,6 +26,8 @@ from echo2.messages import (
     PROTOCOL,
     BatchGranted,
     BatchRequest,
+    BroadcastRequest,
+    BroadcastStatus,
     CheckpointSaved,
     EvalRequest,
     Fenced,
@@ -91,6 +95,9 @@ class LearnerDesk:
         if hello.hello_id and hello.hello_id in state.past_hellos:
             state.send(peer, Fenced(incarnation=hello.incarnation, by=current))
             return
+        if hello.guest:
+            self._welcome_guest(peer, hello)
+            return
         if hello.resume_step < state.history.complete_from:
             state.refuse(
                 peer,
@@ -126,6 +133,22 @@ class LearnerDesk:
         seat.heard_at = self.state.now
         self.state.stream.forget_request()
         self._welcome(peer)
+
+    def _welcome_guest(self, peer: PeerId, hello: LearnerHello) -> None:
+        """It changes neither v nor what a learner may resume from."""
+        state, seat = self.state, self.state.seat
+        if seat.peer is not None and not seat.silent:
+            silent_s = state.now - seat.heard_at
+            state.refuse(
+                peer,
+                "seat",
+                f"{seat.peer} is the learner of this run and was heard {silent_s:.1f} s ago; only "
+                "it may publish until it ends; one that died gives way after "
+                f"heartbeat.gone_s = {state.settings.gone_s:g} s",
+            )
+            return
+        kept = state.history.kept
+        self._take_over(peer, replace(hello, resume_step=state.step, checkpoint_steps=kept))
 
     def _take_over(self, peer: PeerId, hello: LearnerHello) -> None:
         state = self.state
@@ -454,6 +477,7 @@ class LearnerDesk:
         known = state.lineage.published.get(message.version)
         if known is not None and known == message.manifest_digest:
             state.announcements[message.version] = message  # the origin may have moved
+            state.deltas.add(message)
             self._announce(message)
             return
         if message.version.step > state.step:
@@ -493,6 +517,7 @@ class LearnerDesk:
             return
         state.lineage.publish(version, message.manifest_digest)
         state.announcements[version] = message
+        state.deltas.add(message)
         state.published_at[version] = state.now
         state.emit(
             "version_published",
@@ -515,6 +540,20 @@ class LearnerDesk:
             state.send(
                 state.seat.peer, PublishAcknowledged(version=version, keep_from=state.keep_from)
             )
+
+    def broadcast(self, peer: PeerId, message: BroadcastRequest) -> None:
+        if not self._is_current(peer, message.incarnation):
+            return
+        state, newest = self.state, self.state.lineage.newest
+        state.send(
+            peer,
+            BroadcastStatus(
+                incarnation=message.incarnation,
+                version=newest,
+                num_active=len(state.members.active(list(state.members.workers))),
+                workers=() if newest is None else state.broadcasts.workers(newest),
+            ),
+        )
 
     def checkpoint(self, peer: PeerId, message: CheckpointSaved) -> None:
         if not self._is_current(peer, message.incarnation):

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Final
 
 from echo2.core.estimates import Estimate
 from echo2.types import PeerId, Version
+
+RELAY_ENGINE: Final = "none"
+"""The engine of a node that fetches and forwards versions and samples nothing."""
 
 
 class WorkerState(enum.Enum):
@@ -24,7 +28,8 @@ class WorkerState(enum.Enum):
 class Worker:
     """`latency_s` of a lease from grant to result; `slowest_rate` in tokens/s of a lease;
     `announced_times`: how often the worker was told of the version `announced`;
-    `rests_until`: no lease before, since it refused one."""
+    `rests_until`: no lease before, since it refused one; `relay_endpoint`, `relay_key` and
+    `uplink_mbit` as it named them (0: no cap)."""
 
     peer: PeerId
     engine: str
@@ -48,6 +53,9 @@ class Worker:
     slowest_rate: float | None = None
     leased_at: float = 0.0
     rests_until: float = 0.0
+    relay_endpoint: str = ""
+    relay_key: str = ""
+    uplink_mbit: float = 0.0
 
     @property
     def state_name(self) -> str:
@@ -55,7 +63,8 @@ class Worker:
 
     @property
     def may_lease(self) -> bool:
-        return self.state is WorkerState.READY and not self.suspect and self.installed is not None
+        is_ready = self.state is WorkerState.READY and not self.suspect
+        return is_ready and self.installed is not None and self.engine != RELAY_ENGINE
 
 
 class Members:
@@ -78,6 +87,11 @@ class Members:
 
     def ready(self) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.may_lease]
+
+    def active(self, peers: list[PeerId]) -> list[PeerId]:
+        """Of these, the ones that are here to stay: neither silent nor draining."""
+        found = [w for p in peers if (w := self.workers.get(p)) is not None]
+        return [w.peer for w in found if not w.suspect and w.state is not WorkerState.DRAINING]
 
     def silent(self, now: float, *, longer_than_s: float) -> list[Worker]:
         return [w for w in self.workers.values() if now - w.heard_at > longer_than_s]

@@ -7,10 +7,12 @@ collects the effects of the event under way.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from echo2.core.broadcast import Broadcasts
 from echo2.core.buffer import GroupBook
+from echo2.core.delta_choice import DeltaOffers, Way, main_group
 from echo2.core.effects import Effect, Emit, Finish, Persist, Send
 from echo2.core.estimates import Estimate
 from echo2.core.evals import Eval, EvalLease, Evals
@@ -19,6 +21,8 @@ from echo2.core.history import TrainedHistory
 from echo2.core.lineage import Lineage
 from echo2.core.membership import Members
 from echo2.core.records import Record
+from echo2.core.relay_parts import announcement, planned_fields
+from echo2.core.relays import Relays
 from echo2.core.settings import CoordinatorSettings
 from echo2.core.task_queue import TaskStream, group_of, index_of
 from echo2.messages import (
@@ -26,7 +30,6 @@ from echo2.messages import (
     Message,
     Refused,
     Shutdown,
-    VersionAnnounced,
     VersionPublished,
 )
 from echo2.types import GroupId, LeaseId, PeerId, Task, Version
@@ -93,6 +96,9 @@ class RunState:
         self.book = GroupBook(staleness_max=settings.staleness_max)
         self.history = TrainedHistory(staleness_max=settings.staleness_max)
         self.members = Members()
+        self.relays = Relays(settings, self.members)
+        self.broadcasts = Broadcasts()
+        self.deltas = DeltaOffers()
         self.evals = Evals()
         self.seat = Seat()
         self.past_hellos: deque[str] = deque(maxlen=PAST_HELLOS_MAX)
@@ -112,6 +118,7 @@ class RunState:
         self.no_worker_since: float | None = None
         self.busy_s = Estimate()
         self.bcast_s = Estimate()
+        self.pause_s = Estimate()
         self.turns_max = 1
         self.granted_at: float | None = None
         self.is_fresh = restored is None
@@ -289,24 +296,46 @@ class RunState:
     # ------------------------------------------------------------------ versions
 
     def announce(self, version: Version, peers: list[PeerId]) -> None:
-        published = self.announcements[version]
-        message = VersionAnnounced(
-            version=version,
-            manifest_digest=published.manifest_digest,
-            num_bytes=published.num_bytes,
-            origin=published.origin,
-            origin_key=published.origin_key,
-            assets_digest=published.assets_digest,
-            probe_length=published.probe_length,
-            probe_tokens=published.probe_tokens,
-            probe_logprobs=published.probe_logprobs,
-        )
+        """Tell these of the version, each with its part of the plan: made for the first."""
+        if self.relays.planned_version != version:
+            self._plan(version, peers)
         for peer in peers:
             worker = self.members.get(peer)
+            part = self.relays.part(version, peer, self.now)
             if worker is not None:
                 again = worker.announced == version
                 worker.announced_times = worker.announced_times + 1 if again else 1
                 worker.announced, worker.announced_at = version, self.now
+            if part.stripes or part.serves:
+                self.tell_relays(peer)
+            self.send(
+                peer, announcement(self.announcements[version], part, self._way(version, peer))
+            )
+
+    def _plan(self, version: Version, peers: list[PeerId]) -> None:
+        ways = {peer: self._way(version, peer) for peer in peers}
+        group = main_group(ways)
+        artifact = replace(
+            self.announcements[version], num_bytes=ways[group[0]].num_bytes if group else 0
+        )
+        plan = self.relays.plan(artifact, group, self.now)
+        if plan is not None:
+            self.emit("dissemination_planned", **planned_fields(version, plan))
+        if self.published_at.get(version) == self.now:
+            active = self.members.active(peers)
+            self.broadcasts.begin(version, active=active, now=self.now, plan=plan)
+
+    def _way(self, version: Version, peer: PeerId) -> Way:
+        """Deltas from what the worker has installed, or the whole version."""
+        worker = self.members.get(peer)
+        installed = None if worker is None else worker.installed
+        have = None if installed is None else self.lineage.published.get(installed)
+        return self.deltas.way(self.announcements[version], have)
+
+    def tell_relays(self, peer: PeerId) -> None:
+        """The list of relays, if the worker has not been told of it."""
+        message = self.relays.take_list(peer)
+        if message is not None:
             self.send(peer, message)
 
     def announce_again(self) -> None:

@@ -43,6 +43,10 @@ class CoordinatorSettings:
     learner_usd_per_h: float = 0.0
     budget_usd: float = 0.0
     seed: int = 0
+    curve: bool = True
+    host: str = "127.0.0.1"
+    """What the coordinator listens on."""
+    origin_uplink_mbit: float = 0.0
 
     @property
     def buffer_max(self) -> int:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from echo2.core.broadcast import QUANTILES, Broadcast
 from echo2.core.buffer import buffered_by_version
+from echo2.core.membership import Worker
 from echo2.core.run_state import RunState
 from echo2.core.waits import waits
 
 
 def status(state: RunState, dispatch_reason: str) -> dict[str, Any]:
-    """JSON-able; times in seconds, rates in tokens/s, money in dollars."""
+    """JSON-able; times in seconds, rates in tokens/s and Mbit/s, money in dollars."""
     seat, newest = state.seat, state.lineage.newest
     learner = None
     if seat.peer is not None:
@@ -41,6 +43,8 @@ def status(state: RunState, dispatch_reason: str) -> dict[str, Any]:
                 "silent_s": round(state.now - worker.heard_at, 3),
                 "latency_s": round(worker.latency_s.mean, 3),
                 "install_s": round(worker.install_s.mean, 3),
+                "relay": _relay(state, worker),
+                "fetch": _fetch(state, worker),
             }
             for worker in state.members.workers.values()
         ],
@@ -60,10 +64,84 @@ def status(state: RunState, dispatch_reason: str) -> dict[str, Any]:
             "digest": state.lineage.published[newest] if newest is not None else None,
             "bcast_s": round(state.bcast_s.mean, 3) if state.bcast_s.known else None,
         },
+        "links": _links(state),
+        "broadcasts": [_broadcast(found) for found in state.broadcasts.broadcasts.values()],
+        "install_pause_s": round(state.pause_s.mean, 6) if state.pause_s.known else None,
+        "origin_mbit": _rounded(state.relays.origin_mbit),
         "waits": waits(state, dispatch_reason),
         "cost_usd": round(state.cost_usd, 6),
         "tokens_per_s": round(sum(worker.tokens_per_s for worker in ready), 1),
     }
+
+
+def _relay(state: RunState, worker: Worker) -> dict[str, Any] | None:
+    """None for a worker that has no relay."""
+    relays = state.relays
+    if not relays.has_relay(worker):
+        return None
+    standing = relays.standing(worker.peer)
+    forwards = relays.forward_verdict(worker, state.now)
+    rates = relays.rates.host(worker.peer)
+    return {
+        "endpoint": worker.relay_endpoint,
+        "accepts": standing.accepts,
+        "forwards": forwards.ok,
+        "reason": forwards.reason or standing.reason,
+        "up_mbit": _rounded(relays.up_mbit(worker)),
+        "down_mbit": _rounded(rates.down.mbit),
+        "rtt_s": _rounded(standing.rtt_s),
+        "reports_ignored": standing.reports_ignored,
+    }
+
+
+def _fetch(state: RunState, worker: Worker) -> dict[str, Any] | None:
+    """How far the worker's latest fetch is; None before the first."""
+    fetch = state.relays.rates.host(worker.peer).fetch
+    if fetch is None:
+        return None
+    return {
+        "digest": fetch.digest,
+        "missing": fetch.num_missing,
+        "chunks": fetch.num_chunks,
+        "seconds": round(fetch.seconds, 3),
+    }
+
+
+def _links(state: RunState) -> list[dict[str, Any]]:
+    """What came over each link, in the latest fetch of its receiver."""
+    found = []
+    for peer in state.members.workers:
+        fetch = state.relays.rates.host(peer).fetch
+        for link in fetch.links.values() if fetch is not None else ():
+            found.append(
+                {
+                    "from": link.peer,
+                    "to": peer,
+                    "mbit": _rounded(link.num_bytes * 8 / 1e6 / max(link.seconds, 1e-3)),
+                    "bytes": link.num_bytes,
+                    "seconds": round(link.seconds, 3),
+                    "faults": link.num_faults,
+                }
+            )
+    return found
+
+
+def _broadcast(found: Broadcast) -> dict[str, Any]:
+    """T_bcast at each share q that was reached, null for the others."""
+    return {
+        "version": str(found.version),
+        "workers": found.num_workers,
+        "installed": len(found.installations),
+        **{f"t{q * 100:.0f}_s": _rounded(found.t_bcast_s(q)) for q in QUANTILES},
+        "fetch_share": _rounded(found.fetch_share),
+        "install_share": _rounded(found.install_share),
+        "predicted_s": _rounded(found.predicted_s),
+        "bound_s": _rounded(found.bound_s),
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
 
 
 def _run_state(state: RunState) -> str:

@@ -29,6 +29,9 @@ from echo2.core.worker_versions import Versions, clipped
 from echo2.errors import LocalProtocolError
 from echo2.messages import PROTOCOL
 
+REPORT_S = 2.0
+"""While a fetch is under way, what came from whom is told so often."""
+
 
 class WorkerPhase(enum.StrEnum):
     JOINING = "joining"
@@ -62,6 +65,7 @@ class WorkerState:
         )
         self.leases = Leases(settings, self.session, self.versions)
         self._drain_until = 0.0
+        self._report_at = 0.0
         self._handlers: dict[type, Callable[[Any, float], list[Effect]]] = {
             events.Started: self._started,
             events.Tick: self._tick,
@@ -83,6 +87,7 @@ class WorkerState:
             messages.Refused: self._refused,
             messages.HeartbeatEcho: self._heartbeat_echo,
             messages.VersionAnnounced: self._version_announced,
+            messages.RelayPeers: self._relay_peers,
             messages.LeaseGranted: self._lease_granted,
             messages.LeaseRevoked: self._lease_revoked,
             messages.GroupAcknowledged: self._group_acknowledged,
@@ -133,6 +138,9 @@ class WorkerState:
             on_update=settings.on_update,
             environment=settings.environment,
             environment_version=settings.environment_version,
+            relay_endpoint=settings.relay_endpoint,
+            relay_key=settings.relay_key,
+            uplink_mbit=settings.uplink_mbit,
             slots=settings.slots,
             price_usd_per_h=settings.price_usd_per_h,
             held=self.leases.held,
@@ -206,15 +214,37 @@ class WorkerState:
         return self.versions.announce(announced, now) + self._learn_assets(announced)
 
     def _fetch_progress(self, event: events.FetchProgress, now: float) -> list[Effect]:
-        self.versions.fetch_progress(event.manifest_digest, event.share)
-        return []
+        share = 1.0 - event.num_missing / event.num_chunks if event.num_chunks else 0.0
+        self.versions.fetch_progress(event.manifest_digest, share)
+        if now < self._report_at:
+            return []
+        self._report_at = now + REPORT_S
+        return self._report(event)
+
+    def _relay_peers(self, told: messages.RelayPeers, now: float) -> list[Effect]:
+        return [events.SetPeers(told.peers)] if self.session.welcomed else [_stale(told)]
+
+    def _report(self, event: events.FetchProgress | events.FetchDone) -> list[Effect]:
+        """What came from whom; only with a relay, and not of assets."""
+        settings = self.settings
+        has_relay = settings.relay_endpoint or settings.relay_key
+        if not (has_relay and event.links and self.session.welcomed):
+            return []
+        missing = event.num_missing if isinstance(event, events.FetchProgress) else 0
+        report = messages.RelayReport(
+            manifest_digest=event.manifest_digest,
+            num_chunks=event.num_chunks,
+            num_missing=missing,
+            links=event.links,
+        )
+        return [Send(report)]
 
     def _fetch_done(self, event: events.FetchDone, now: float) -> list[Effect]:
         if self.engine.is_assets(event.manifest_digest):
             self.engine.assets_fetched()
-        else:
-            self.versions.fetch_done(event.manifest_digest, event.fetch_s)
-        return []
+            return []
+        self.versions.fetch_done(event.manifest_digest, event.fetch_s)
+        return self._report(event)
 
     def _fetch_failed(self, event: events.FetchFailed, now: float) -> list[Effect]:
         if not self.engine.is_assets(event.manifest_digest):
@@ -259,7 +289,7 @@ class WorkerState:
         )
         if self.phase is WorkerPhase.SYNCING:
             self._move(WorkerPhase.READY)
-        digests = self.versions.needed()
+        digests = self.versions.needed() | self.versions.assets()
         if self.engine.assets_digest:
             digests |= {self.engine.assets_digest}
         return [*effects, events.Keep(digests)]
@@ -359,7 +389,7 @@ class WorkerState:
             effects += self.leases.outbox.flush(now, resend_s=resend_s)
         if self.phase is WorkerPhase.DRAINING:
             return effects + self._advance_drain(now)
-        if self.phase is WorkerPhase.JOINING or not self.settings.takes_leases:
+        if self.phase is WorkerPhase.JOINING:
             return effects
         effects += self.engine.advance(now, self.session.environment_settings)
         has_assets = bool(self.engine.assets_digest)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from echo2.core.group import Group, GroupState, StoredResult
 from echo2.core.membership import Worker, WorkerState
 from echo2.core.records import GroupStored
+from echo2.core.relay_desk import RelayDesk
 from echo2.core.run_state import RunState
 from echo2.core.staleness import ALLOWED, Verdict, expiry_step, pacing_verdict
 from echo2.errors import RemoteProtocolError
@@ -36,12 +37,13 @@ REST_S = 1.0
 class WorkerDesk:
     def __init__(self, state: RunState) -> None:
         self.state = state
+        self.relays = RelayDesk(state)
 
     # --------------------------------------------------------------- coming, going
 
     def hello(self, peer: PeerId, hello: WorkerHello) -> None:
         state, settings = self.state, self.state.settings
-        refusal = self._refusal(hello)
+        refusal = self._refusal(hello) or self.relays.refusal(peer, hello)
         if refusal is not None:
             state.refuse(peer, *refusal)
             return
@@ -61,6 +63,9 @@ class WorkerDesk:
             environment_version=hello.environment_version,
             joined_at=state.now,
             heard_at=state.now,
+            relay_endpoint=hello.relay_endpoint,
+            relay_key=hello.relay_key,
+            uplink_mbit=hello.uplink_mbit,
         )
         if known is not None:
             worker.latency_s, worker.install_s = known.latency_s, known.install_s
@@ -109,6 +114,7 @@ class WorkerDesk:
                 precision=hello.precision,
                 slots=hello.slots,
             )
+        self.relays.joined(worker, was_here=known is not None)
         behind = newest is not None and (worker.installed is None or worker.installed < newest)
         if newest is not None and published is not None and behind:
             state.announce(newest, [peer])
@@ -155,6 +161,7 @@ class WorkerDesk:
         """The worker is gone: its leases go to others."""
         state = self.state
         del state.members.workers[peer]
+        self.relays.left(peer)
         for lease in state.book.leases_of(peer):
             state.lose_lease(lease, f"{peer} is gone: {reason}", counted=True, tell=False)
             state.emit(
@@ -205,6 +212,7 @@ class WorkerDesk:
         first = worker.installed is None
         worker.installed = message.version
         worker.install_s.add(message.install_s)
+        state.pause_s.add(message.pause_s)
         if worker.state is WorkerState.SYNCING:
             worker.state = WorkerState.READY
         announced_at = state.published_at.get(message.version)
@@ -224,6 +232,7 @@ class WorkerDesk:
         )
         if first:
             state.emit("worker_ready", worker=peer)
+        self.relays.installed(peer, message)
 
     def install_failed(self, peer: PeerId, message: InstallFailed) -> None:
         state = self.state
@@ -233,6 +242,7 @@ class WorkerDesk:
         if worker.installed is None and worker.state is WorkerState.READY:
             worker.state = WorkerState.SYNCING
         self._give_back_other_evals(worker)
+        state.broadcasts.failed(message.version, peer, message.text)
         state.emit(
             "install_failed",
             worker=peer,

@@ -12,7 +12,7 @@ from typing import Literal
 
 from echo2 import messages
 from echo2.messages import Lane
-from echo2.types import LeaseId, Version
+from echo2.types import LeaseId, LinkReport, RelayPeer, Stripe, Version
 
 # ---------------------------------------------------------------------------- events
 
@@ -52,10 +52,12 @@ class ConnectFailed:
 
 @dataclass(frozen=True, slots=True)
 class FetchProgress:
-    """`share` of the bytes (0 to 1) are here."""
+    """`num_missing` of `num_chunks` are not here yet; `links` is what came from whom."""
 
     manifest_digest: str
-    share: float
+    num_chunks: int
+    num_missing: int
+    links: tuple[LinkReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ class FetchDone:
 
     manifest_digest: str
     fetch_s: float
+    num_chunks: int = 0
+    links: tuple[LinkReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +181,25 @@ class Reconnect:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Bring a manifest and its chunks here. `version` None: the run's assets."""
+    """Bring a manifest and its chunks here, as `stripes` say. `version` None: the run's
+    assets. `path`: deltas that lead to it. `serves`: peers that cannot dial us and are to be
+    dialed for it."""
 
     manifest_digest: str
     origin: str
     origin_key: str
     version: Version | None
+    path: tuple[str, ...] = ()
+    stripes: tuple[Stripe, ...] = ()
+    serves: tuple[str, ...] = ()
+    planned_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SetPeers:
+    """These relays may be talked to from now on, and no others."""
+
+    peers: tuple[RelayPeer, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +273,7 @@ Effect = (
     | Reconnect
     | Fetch
     | CancelFetch
+    | SetPeers
     | StartEngine
     | Install
     | Keep

@@ -21,6 +21,9 @@ class WorkerSettings:
     environment: str
     environment_version: str = ""
     on_update: Literal["continue", "finish", "abort"] = "continue"
+    relay_endpoint: str = ""
+    relay_key: str = ""
+    uplink_mbit: float = 0.0
     slots: int = 1
     price_usd_per_h: float = 0.0
     needs_weights: bool = True

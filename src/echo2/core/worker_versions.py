@@ -68,6 +68,12 @@ class Versions:
         stages = (self.fetching, self.fetched, self.installing, self.installed, self.last_good)
         return frozenset(stage.manifest_digest for stage in stages if stage is not None)
 
+    def assets(self) -> frozenset[str]:
+        """Manifests of the assets that came with what is installed."""
+        installed = self.installed
+        named = installed is not None and installed.assets_digest
+        return frozenset((named,)) if named else frozenset()
+
     def conflict(self, announced: VersionAnnounced, *, first: bool) -> str:
         """Why this announcement belongs to another line of versions than this worker's;
         "" when it does not. `first`: it is the first one of a session."""
@@ -141,7 +147,16 @@ class Versions:
             text = f"it was announced without {lacks}; its publisher must name them"
             return effects + self._failed(wanted, "fetch", text, now)
         self.fetching, self._share = wanted, 0.0
-        fetch = Fetch(wanted.manifest_digest, wanted.origin, wanted.origin_key, wanted.version)
+        fetch = Fetch(
+            wanted.manifest_digest,
+            wanted.origin,
+            wanted.origin_key,
+            wanted.version,
+            path=wanted.path,
+            stripes=wanted.stripes,
+            serves=wanted.serves,
+            planned_s=wanted.planned_s,
+        )
         return [*effects, fetch]
 
     def may_install(self, now: float, *, hold_s: float | None) -> bool:

@@ -22,7 +22,7 @@ import zmq.asyncio
 from zmq.utils import z85
 
 from echo2.errors import LocalProtocolError
-from echo2.net.keys import AllowList, KeyPair, load_or_create_key
+from echo2.net.keys import AllowList, KeyList, KeyPair, load_or_create_key
 from echo2.net.sockets import ZAP_DOMAIN, ZAP_ENDPOINT, zap_socket
 from echo2.net.tasks import OwnedTasks
 from echo2.net.wakeups import Wakeups
@@ -45,7 +45,7 @@ _STRANGERS_LOGGED_MAX: Final = 1024
 class Authenticator:
     """The ZAP handler of `context` (RFC 27). Counts `admitted` and `refused` by reason."""
 
-    def __init__(self, context: zmq.asyncio.Context, allow_list: AllowList) -> None:
+    def __init__(self, context: zmq.asyncio.Context, allow_list: KeyList) -> None:
         self.allow_list = allow_list
         self.admitted = 0
         self.refused: Counter[str] = Counter()

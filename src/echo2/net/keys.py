@@ -14,9 +14,10 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import structlog
 import zmq
@@ -64,6 +65,50 @@ def load_or_create_key(path: str | os.PathLike[str]) -> KeyPair:
         _make_folder(path.parent)
         _create_key(path, KeyPair.generate())
     return _load_key(path)
+
+
+class KeyList(Protocol):
+    """Whose keys are let in: `AllowList` (a folder), or `PeerKeys` (told by the coordinator)."""
+
+    generation: int
+
+    def refresh(self) -> None: ...
+    def name_of(self, public_key: str) -> str | None: ...
+    def holds(self, name: str, public_key: str) -> bool: ...
+    def names(self) -> tuple[str, ...]: ...
+
+
+class PeerKeys:
+    """Keys in memory, replaced as a whole."""
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self._key_of: dict[str, str] = {}
+        self._name_of: dict[str, str] = {}
+
+    def replace(self, key_of: Mapping[str, str]) -> None:
+        """name -> public key. ConfigError when two have the same key, or one is none."""
+        for name, key in key_of.items():
+            check_name(name)
+            check_public_key(key, owner=name)
+        name_of = {key: name for name, key in key_of.items()}
+        if len(name_of) != len(key_of):
+            raise ConfigError("two peers have the same public key; each needs one of its own")
+        if key_of != self._key_of:
+            self._key_of, self._name_of = dict(key_of), name_of
+            self.generation += 1
+
+    def refresh(self) -> None:
+        """It changes by `replace` alone."""
+
+    def name_of(self, public_key: str) -> str | None:
+        return self._name_of.get(public_key)
+
+    def holds(self, name: str, public_key: str) -> bool:
+        return self._key_of.get(name) == public_key
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted(self._key_of))
 
 
 class AllowList:

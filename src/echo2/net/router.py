@@ -36,7 +36,7 @@ from echo2 import wire
 from echo2.errors import ConfigError, LocalProtocolError, ProtocolError, RemoteProtocolError
 from echo2.messages import Lane, Message, Role
 from echo2.net.auth import KEY_PROPERTY, Authenticator
-from echo2.net.keys import NAME_PATTERN, AllowList, KeyPair
+from echo2.net.keys import NAME_PATTERN, KeyList, KeyPair
 from echo2.net.sockets import LANES, check_endpoint, monitor_socket, router_socket, split_endpoint
 from echo2.net.tasks import OwnedTasks
 from echo2.net.wakeups import Wakeups, is_ready
@@ -63,6 +63,7 @@ class _Peer:
 class Router:
     """The server's end of a lane.
 
+    `on_peer` is told of each connection, as soon as the peer can be sent to.
     `client_roles` narrows what a peer may send to the messages of these roles; by default
     any role but our own. Without `keys` (loopback only) a peer is who it says it is.
     `credit_bytes`: most bytes that wait for one peer. Raises ConfigError for an address that
@@ -79,6 +80,7 @@ class Router:
         keys: KeyPair | None,
         on_message: Callable[[PeerId, Message], None],
         on_refused: Callable[[PeerId | None, ProtocolError], None] | None = None,
+        on_peer: Callable[[PeerId], None] | None = None,
         client_roles: Callable[[PeerId], frozenset[Role]] | None = None,
         credit_bytes: int | None = None,
     ) -> None:
@@ -97,13 +99,14 @@ class Router:
         self._keys = keys
         self._on_message = on_message
         self._on_refused = on_refused
+        self._on_peer = on_peer
         others = frozenset(Role) - {role}
         self._client_roles = client_roles or (lambda peer: others)
         self._credit_bytes = LANES[lane].credit_bytes if credit_bytes is None else credit_bytes
         self._peers: dict[PeerId, _Peer] = {}
         self._queued: dict[PeerId, None] = {}  # who has a queue, in the order of service
         self._twins: set[PeerId] = set()
-        self._allow_list: AllowList | None = None
+        self._allow_list: KeyList | None = None
         self._generation = 0
         self._tasks = OwnedTasks(f"router.{lane}")
         self._serving: asyncio.Task[None] | None = None
@@ -186,6 +189,10 @@ class Router:
         """Bytes that may be queued for `peer` now; 0 if it is not known."""
         state = self._peers.get(peer)
         return 0 if state is None else max(0, self._credit_bytes - state.queued_bytes)
+
+    def knows(self, peer: PeerId) -> bool:
+        """Whether it can be sent to, as far as known."""
+        return peer in self._peers
 
     def peers(self) -> tuple[PeerId, ...]:
         """Those that can be sent to, as far as known."""
@@ -312,12 +319,18 @@ class Router:
                     reason="too_many_peers",
                 )
             self._peers[peer] = _Peer(route)
+            self._tell_of(peer)
         elif state.route != route:
             if state.route_before == route and peer not in self._twins:
                 self._twins.add(peer)
                 log.warning("connections_alternated", peer=peer, lane=self._lane)
             state.route_before, state.route = state.route, route
             self._drop_queue(peer, state)
+            self._tell_of(peer)
+
+    def _tell_of(self, peer: PeerId) -> None:
+        if self._on_peer is not None:
+            self._on_peer(peer)
 
     def _forget_revoked(self) -> None:
         if self._allow_list is None:
@@ -346,7 +359,7 @@ class Router:
         num_messages = 0
         while state.queue and num_messages < _SENT_PER_PEER_AND_TURN:
             try:
-                socket.send_multipart([state.route, *state.queue[0]], zmq.NOBLOCK)
+                socket.send_multipart([state.route, *state.queue[0]], zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break  # its pipe is full
             except zmq.ZMQError as error:

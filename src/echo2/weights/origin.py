@@ -54,7 +54,7 @@ class Origin:
         self._run_dir = run_dir
         self._authenticator: Authenticator | None = None
         self._router: Router | None = None
-        self._server: ChunkServer | None = None
+        self.server: ChunkServer | None = None
 
     async def start(self) -> None:
         """Listen, then write origin.json. ConfigError when it cannot listen."""
@@ -75,15 +75,15 @@ class Origin:
     async def wait(self) -> None:
         """Until cancelled; raises what crashed."""
         assert self._router is not None, "start it first"
-        assert self._server is not None
+        assert self.server is not None
         async with asyncio.TaskGroup() as group:
             group.create_task(self._router.wait())
-            group.create_task(self._server.wait())
+            group.create_task(self.server.wait())
             group.create_task(self._report())
 
     async def stop(self) -> None:
         """Close. origin.json stays, with the port for the next start."""
-        for part in (self._router, self._server, self._authenticator):
+        for part in (self._router, self.server, self._authenticator):
             if part is not None:
                 await part.stop()
         log.info("origin_stopped", **self._served())
@@ -119,7 +119,7 @@ class Origin:
         )
         await router.start()
         server.start()
-        self._server = server
+        self.server = server
         return router
 
     async def _report(self) -> None:
@@ -133,7 +133,7 @@ class Origin:
                 before = now
 
     def _served(self) -> dict[str, int]:
-        served = dict(self._server.counters) if self._server is not None else {}
+        served = dict(self.server.counters) if self.server is not None else {}
         if self._router is not None:
             served |= {f"refused_{reason}": n for reason, n in self._router.refused.items()}
         if self._authenticator is not None:

@@ -12,9 +12,10 @@ import json
 import mmap
 import os
 import struct
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from echo2.core.manifest import (
     DTYPE_BYTES,
@@ -25,9 +26,7 @@ from echo2.core.manifest import (
 )
 from echo2.errors import WeightsError
 from echo2.weights.files import aside, disk_errors, flush, sync_folder
-
-if TYPE_CHECKING:
-    from echo2.weights.versions import NamedTensor, StoredVersion
+from echo2.weights.versions import NamedTensor, StoredVersion, check_stop
 
 HEADER_MAX_BYTES: Final = 100_000_000
 """The bound of the reference implementation."""
@@ -97,9 +96,14 @@ def read_safetensors(path: Path) -> Iterator[NamedTensor]:
 
 
 def write_safetensors(
-    version: StoredVersion, path: Path, *, metadata: Mapping[str, str] | None = None
+    version: StoredVersion,
+    path: Path,
+    *,
+    metadata: Mapping[str, str] | None = None,
+    stop: threading.Event | None = None,
 ) -> None:
     """Write a version as one safetensors file, with its metadata and `metadata` over it.
+    `stop` ends it with a WeightsError.
 
     Tensors with larger elements come first, so that each is aligned in the file (the
     format has no padding). Metadata gets "format": "pt", without which transformers
@@ -126,6 +130,7 @@ def write_safetensors(
         file.write(encoded)
         for _, (_, _, view) in tensors:
             for start in range(0, len(view), _PIECE_BYTES):
+                check_stop(stop)
                 file.write(view[start : start + _PIECE_BYTES])
         flush(file)
         os.replace(written, path)

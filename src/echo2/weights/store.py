@@ -134,6 +134,10 @@ class ChunkStore:
             return None
         return version
 
+    def has(self, manifest_digest: str) -> bool:
+        """Whether a complete version is here; it may still turn out to be torn."""
+        return self._path(manifest_digest, BIN).exists()
+
     def begin(self, manifest: Manifest, *, stop: threading.Event | None = None) -> Assembly:
         """Start or resume the assembly of a version that is not here; one at a time each.
 

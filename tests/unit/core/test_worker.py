@@ -396,7 +396,7 @@ def test_a_newer_version_replaces_a_fetch_of_which_half_or_less_is_here(
 ) -> None:
     worker = Worker().ready()
     worker.on(announced(V[1]))
-    worker.on(events.FetchProgress(a_digest(V[1]), share))
+    worker.on(events.FetchProgress(a_digest(V[1]), 100, round(100 * (1 - share))))
     worker.on(announced(V[2]))
     if cancelled:
         assert worker.only(events.CancelFetch).manifest_digest == a_digest(V[1])

@@ -12,21 +12,22 @@ import pytest
 from echo2.errors import WeightsError
 from echo2.messages import (
     Chunk,
+    ChunksCancelled,
     ChunksRefused,
     ChunksRequest,
     ManifestReply,
     ManifestRequest,
     Message,
+    RelayAlive,
 )
 from echo2.types import PeerId
-from echo2.weights.serving import (
-    REQUESTS_PER_PEER_MAX,
-    ChunkServer,
-    OpenVersions,
-    RequestQueue,
-)
+from echo2.weights.assembly import Assembly
+from echo2.weights.open_versions import OpenVersions
+from echo2.weights.request_queue import REQUESTS_PER_PEER_MAX, RequestQueue
+from echo2.weights.serving import ChunkServer
 from echo2.weights.snapshot import Manifest
-from echo2.weights.store import prune
+from echo2.weights.store import ChunkStore, prune
+from echo2.weights.versions import open_version
 
 WriteSmall = Callable[..., Manifest]
 DEADLINE_S = 30.0
@@ -242,3 +243,99 @@ def test_a_queue_is_bounded_and_can_be_dropped() -> None:
     assert queue.add("b", 0)
     queue.drop()
     assert len(queue) == 0
+
+
+# ------------------------------------------------------------- versions on their way here
+
+
+async def an_assembly(tmp_path: Path, write_small: WriteSmall) -> tuple[Manifest, Assembly]:
+    """A version that nothing of is here yet, and what it will be made of."""
+    manifest = write_small(tmp_path / "published")
+    store = ChunkStore(tmp_path / "store", 1 << 30)
+    return manifest, await asyncio.to_thread(store.begin, manifest)
+
+
+def payload(tmp_path: Path, manifest: Manifest, index: int) -> bytes:
+    stored = open_version(tmp_path / "published", manifest.manifest_digest)
+    assert stored is not None
+    with stored:
+        return stored.read(index)
+
+
+async def test_a_chunk_that_is_not_here_is_sent_as_soon_as_it_is(
+    tmp_path: Path, write_small: WriteSmall
+) -> None:
+    manifest, assembly = await an_assembly(tmp_path, write_small)
+    peers = Peers()
+    server = a_relay(tmp_path, peers)
+    server.begins(assembly)
+    digest = manifest.manifest_digest
+    server.handle(W1, ChunksRequest(manifest_digest=digest, indexes=(0, 1)))
+    await eventually(lambda: any(isinstance(m, RelayAlive) for _, m in peers.sent))
+    assert [m for _, m in peers.sent if isinstance(m, Chunk)] == []
+    alive = next(m for _, m in peers.sent if isinstance(m, RelayAlive))
+    assert (alive.num_held, alive.num_awaited) == (0, 2)
+    assembly.add(1, payload(tmp_path, manifest, 1))
+    server.arrived(digest, 1)
+    await eventually(lambda: any(isinstance(m, Chunk) for _, m in peers.sent))
+    assert [m.index for _, m in peers.sent if isinstance(m, Chunk)] == [1]
+    assembly.close()
+    await server.stop()
+
+
+async def test_whoever_asks_before_the_version_is_known_here_is_served_when_it_is(
+    tmp_path: Path, write_small: WriteSmall
+) -> None:
+    manifest, assembly = await an_assembly(tmp_path, write_small)
+    peers = Peers()
+    server = a_relay(tmp_path, peers, unknown_hold_s=DEADLINE_S)
+    digest = manifest.manifest_digest
+    server.handle(W1, ManifestRequest(manifest_digest=digest))
+    server.handle(W1, ChunksRequest(manifest_digest=digest, indexes=(0,)))
+    await eventually(lambda: any(isinstance(m, RelayAlive) for _, m in peers.sent))
+    assert not any(isinstance(m, ChunksRefused) for _, m in peers.sent)
+    assembly.add(0, payload(tmp_path, manifest, 0))
+    server.begins(assembly)
+    await eventually(lambda: any(isinstance(m, Chunk) for _, m in peers.sent))
+    assert any(isinstance(m, ManifestReply) for _, m in peers.sent)
+    assembly.close()
+    await server.stop()
+
+
+async def test_what_never_begins_is_refused_after_a_while(tmp_path: Path) -> None:
+    peers = Peers()
+    (tmp_path / "store").mkdir()
+    server = a_relay(tmp_path, peers, unknown_hold_s=0.2)
+    server.handle(W1, ChunksRequest(manifest_digest="f" * 64, indexes=(0,)))
+    await eventually(lambda: any(isinstance(m, ChunksRefused) for _, m in peers.sent))
+    await server.stop()
+
+
+async def test_a_fetch_that_ends_early_tells_those_who_wait_for_it(
+    tmp_path: Path, write_small: WriteSmall
+) -> None:
+    manifest, assembly = await an_assembly(tmp_path, write_small)
+    peers = Peers()
+    server = a_relay(tmp_path, peers)
+    server.begins(assembly)
+    digest = manifest.manifest_digest
+    for peer in (W1, W2):
+        server.handle(peer, ChunksRequest(manifest_digest=digest, indexes=(0, 1)))
+    server.handle(W2, ChunksCancelled(manifest_digest=digest))
+    server.ends(digest, complete=False)
+    refused = [peer for peer, m in peers.sent if isinstance(m, ChunksRefused)]
+    assert refused == [W1], "w-2 wanted nothing any more"
+    assembly.close()
+    await server.stop()
+
+
+def a_relay(tmp_path: Path, peers: Peers, **settings: float) -> ChunkServer:
+    server = ChunkServer(
+        tmp_path / "store",
+        send=peers.send,
+        credit=peers.credit,
+        credit_bytes=CREDIT_BYTES,
+        **settings,
+    )
+    server.start()
+    return server

@@ -1,0 +1,105 @@
+"""Plans cut into parts."""
+
+from __future__ import annotations
+
+import pytest
+
+from echo2.core.dissemination import RelayPlan, RelayTree
+from echo2.core.relay_parts import (
+    SOURCES_MAX,
+    followers,
+    joiner_part,
+    planned_parts,
+    planned_shares,
+    rate_beside_a_star,
+)
+from echo2.core.relay_rates import ORIGIN
+from echo2.messages import STRIPES_MAX
+from echo2.types import PeerId, Stripe
+
+
+def a_plan(*trees: tuple[float, dict[str, str]]) -> RelayPlan:
+    names = sorted(trees[0][1])
+    return RelayPlan(
+        tuple(RelayTree(weight, parents) for weight, parents in trees),
+        predicted_s=2.0,
+        bound_s=1.0,
+        bound_by="",
+        reason="",
+        arrivals_s=dict.fromkeys(names, 2.0),
+    )
+
+
+def chain(*names: str) -> dict[str, str]:
+    return dict(zip(names, (ORIGIN, *names), strict=False))
+
+
+def test_a_stripe_names_the_way_up_without_the_origin() -> None:
+    plan = a_plan((0.75, chain("a", "b", "c")), (0.25, chain("c", "a", "b")))
+    parts = planned_parts(plan, {"a", "b", "c"}, 100)
+    assert parts[PeerId("c")].stripes == (Stripe(75, ("b", "a")), Stripe(25, ()))
+    assert parts[PeerId("a")].stripes == (Stripe(75, ()), Stripe(25, ("c",)))
+    assert {part.planned_s for part in parts.values()} == {2.0}
+    assert planned_shares(plan) == {"a": 1.0, "b": 0.75, "c": 0.25}
+
+
+def test_a_star_is_told_as_no_stripes() -> None:
+    plan = a_plan((1.0, {"a": ORIGIN, "b": ORIGIN}))
+    assert planned_parts(plan, set(), 9)[PeerId("a")].stripes == ()
+
+
+def test_a_tree_that_gets_no_chunk_is_nobodys_stripe() -> None:
+    plan = a_plan((0.9, chain("a", "b")), (0.1, chain("b", "a")))
+    assert planned_parts(plan, set(), 1)[PeerId("b")].stripes == (Stripe(1, ("a",)),)
+
+
+def test_of_too_many_trees_the_heaviest_remain_and_take_all_chunks() -> None:
+    light = [(0.5 / STRIPES_MAX, chain("b", "a"))] * STRIPES_MAX
+    part = planned_parts(a_plan(*light, (0.5, chain("a", "b"))), set(), 10_000)[PeerId("b")]
+    assert len(part.stripes) == STRIPES_MAX
+    assert sum(stripe.num_chunks for stripe in part.stripes) == 10_000
+    assert part.stripes[-1].sources == ("a",)
+
+
+def test_a_deep_chain_names_the_nearest_only() -> None:
+    names = [f"w{i}" for i in range(SOURCES_MAX + 9)]
+    part = planned_parts(a_plan((1.0, chain(*names))), set(), 10)[PeerId(names[-1])]
+    assert part.stripes[0].sources == tuple(names[-2 : -2 - SOURCES_MAX : -1])
+
+
+def test_a_parent_that_only_dials_is_told_of_its_children() -> None:
+    plan = a_plan(
+        (0.5, {"d": ORIGIN, "a": "d", "b": "a"}), (0.5, {"a": ORIGIN, "d": "a", "b": "d"})
+    )
+    parts = planned_parts(plan, {"a", "b"}, 10)
+    assert {name: part.serves for name, part in parts.items()} == {
+        "a": (), "b": (), "d": ("a", "b"),
+    }  # fmt: skip
+
+
+def test_who_joins_late_gets_equal_stripes() -> None:
+    part = joiner_part([PeerId("a"), PeerId("b")], 5)
+    assert part.stripes == (Stripe(3, ("a",)), Stripe(2, ("b",)))
+    assert joiner_part([PeerId("a"), PeerId("b")], 1).stripes == (Stripe(1, ("a",)),)
+    assert joiner_part([], 5).stripes == joiner_part([PeerId("a")], 0).stripes == ()
+
+
+def test_followers_are_all_who_would_wait_for_it() -> None:
+    parts = {PeerId("b"): joiner_part([PeerId("a")], 2), PeerId("c"): joiner_part([PeerId("b")], 2)}
+    assert followers(parts, PeerId("a")) == {"b", "c"}
+    assert followers(parts, PeerId("c")) == set()
+
+
+@pytest.mark.parametrize(
+    ("origin", "up", "down", "num_star", "left"),
+    [
+        (100.0, [50.0], [200.0], 0, 100.0),
+        (100.0, [0.0, 0.0], [200.0, 200.0], 2, 50.0),  # nobody helps: a star of four
+        (100.0, [900.0, 900.0], [200.0, 200.0], 1, 50.0),  # the origin sends it twice
+        (100.0, [900.0, 900.0], [20.0, 200.0], 1, 80.0),  # nobody is faster than 20
+    ],
+)
+def test_a_star_beside_the_plan_leaves_the_rest_of_the_origin(
+    origin: float, up: list[float], down: list[float], num_star: int, left: float
+) -> None:
+    assert rate_beside_a_star(origin, up, down, num_star=num_star) == pytest.approx(left)
