@@ -28,8 +28,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -98,9 +99,20 @@ def bound_s(num_bytes: float, origin: HostLink, workers: Sequence[HostLink]) -> 
 
 
 def run_ours(
-    wan: Wan, snapshot: Path, folder: Path, *, origin: str, workers: Sequence[str], limit_s: float
+    wan: Wan,
+    snapshot: Path,
+    folder: Path,
+    *,
+    origin: str,
+    workers: Sequence[str],
+    limit_s: float,
+    uplinks: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """Seconds from the publication to each worker's install, by the run's own records.
+
+    `uplinks`: what each host is told of its own uplink (worker.uplink_mbit and
+    net.origin_uplink_mbit), as whoever rents a line knows it; without it nobody knows more
+    than the defaults, for this is the fleet's first version.
 
     A coordinator with its origin on the origin's host, `echo2 worker` on each other.
     """
@@ -110,7 +122,10 @@ def run_ours(
         "run": {"name": "broadcast"},
         "environment": {"name": "null"},
         "worker": {"engine": "null"},
-        "net": {"host": wan.address(origin)},
+        "net": {
+            "host": wan.address(origin),
+            "origin_uplink_mbit": (uplinks or {}).get(origin, 0.0),
+        },
         "http": {"enabled": False},
         "log": {"format": "json"},
     }
@@ -124,6 +139,7 @@ def run_ours(
     for name in workers:
         argv = [sys.executable, "-m", "echo2.cli", "worker", str(path)]
         argv += ["--run-dir", str(run_dir), "--name", name]
+        argv += ["--set", f"worker.uplink_mbit={(uplinks or {}).get(name, 0.0)}"]
         actors.append(Actor(wan, name, argv, folder))
 
     def times_of(event: str, num: int, *, deadline: float) -> dict[str, float]:
@@ -165,7 +181,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     origin, *workers = links
     names = [link.name for link in workers]
     bound = bound_s(options.mb * 1e6, origin, workers)
-    systems: dict[str, Callable[..., dict[str, float]]] = {"ours": run_ours}
+    uplinks = {link.name: link.up_mbit for link in links} if options.rates == "told" else None
+    systems: dict[str, Callable[..., dict[str, float]]] = {
+        "ours": partial(run_ours, uplinks=uplinks)
+    }
     if "star" in options.peers:
         systems["star"] = run_star
     if "torrent" in options.peers:
@@ -206,6 +225,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "workers": len(workers),
         "mb": options.mb,
         "runs": options.runs,
+        "rates": options.rates,
         "bound_s": round(bound, 3),
         "ours_s": ours,
         "ours_q90_s": median("ours", 0.9),
@@ -263,6 +283,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--peers", help="star, torrent, star,torrent or none; default: those that can run here"
     )
     parser.add_argument("--torrent-python", default=sys.executable, help="one with libtorrent")
+    parser.add_argument(
+        "--rates",
+        choices=("told", "unknown"),
+        default="told",
+        help="whether echo2's hosts are told their uplinks, or start with the defaults",
+    )
     parser.add_argument("--limit", type=float, default=300.0, help="seconds; longer is a failure")
     parser.add_argument("--json", action="store_true", help="one JSON object, and nothing else")
     options = parser.parse_args(arguments)

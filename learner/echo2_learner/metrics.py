@@ -100,6 +100,8 @@ def metrics_line(
         "groups_filtered": granted.groups_filtered,
         "workers_ready": granted.workers_ready,
         "rollout_tokens_per_s": granted.tokens_per_s,
+        "t_bcast_s": granted.t_bcast_s,
+        "install_pause_s": granted.install_pause_s,
         "cost_usd": granted.cost_usd,
         "time": time,
     }

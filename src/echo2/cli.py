@@ -124,6 +124,66 @@ def origin(
 
 
 @app.command()
+def publish(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL_DIR", help="Folder of *.safetensors files.")
+    ],
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CONFIG]", help="TOML file; by default that of the run folder."),
+    ] = None,
+    run_dir: RunDirOption = None,
+    settings: SetOption = None,
+    coordinator: Annotated[
+        str,
+        typer.Option(
+            "--coordinator",
+            metavar="tcp://HOST:PORT",
+            help="Control socket of a coordinator on another machine (net.coordinator).",
+        ),
+    ] = "",
+    coordinator_rollouts: Annotated[
+        str,
+        typer.Option("--coordinator-rollouts", metavar="tcp://HOST:PORT", help="Its other socket."),
+    ] = "",
+    coordinator_key: Annotated[
+        str, typer.Option("--coordinator-key", metavar="KEY", help="Its public key.")
+    ] = "",
+    workers: Annotated[
+        int,
+        typer.Option("--workers", min=0, help="Wait until so many are there, then publish."),
+    ] = 1,
+    wait_q: Annotated[
+        float,
+        typer.Option(
+            "--wait-q", min=0.0, max=1.0, help="Share of the workers that must have installed it."
+        ),
+    ] = 1.0,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0.1, metavar="SECONDS", help="For all of it.")
+    ] = 600.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Spread a folder of safetensors over the fleet, without a learner."""
+    _command(
+        "publish",
+        model,
+        config,
+        run_dir,
+        settings or [],
+        net={
+            "coordinator": coordinator,
+            "coordinator_rollouts": coordinator_rollouts,
+            "coordinator_key": coordinator_key,
+        },
+        workers_min=workers,
+        wait_share=wait_q,
+        timeout_s=timeout,
+        as_json=as_json,
+    )
+
+
+@app.command()
 def check(
     config: Annotated[
         Path | None, typer.Argument(metavar="CONFIG", help="TOML file of the run.")

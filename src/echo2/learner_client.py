@@ -237,6 +237,12 @@ class LearnerClient:
         done, self._evals_done = self._evals_done, []
         return done
 
+    @property
+    def is_seated(self) -> bool:
+        """Whether `start` has returned, and nothing has ended it since."""
+        client = self._client
+        return client is not None and client.incarnation > 0 and self._ended is None
+
     def say(self, text: str) -> None:
         self._state.say(text)
 

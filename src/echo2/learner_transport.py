@@ -157,6 +157,12 @@ class SocketTransport:
         for dealer in dealers.values():
             await dealer.stop()
 
+    @property
+    def refusal(self) -> str:
+        """Why the coordinator lets nobody with our key in; "" while it does."""
+        dealers = self._dealers.values()
+        return next((d.reason for d in dealers if d.state is Connection.REFUSED), "")
+
     async def stop(self) -> None:
         await self._disconnect()
         await close_context(self._context)

@@ -483,7 +483,9 @@ class BatchWaiting(Message):
 class BatchGranted(Message):
     """The batch of `step`: its groups follow in the rollouts lane. Tokens whose version is
     below `loss_from_step` (step - S) leave the loss (`late = "mask"`); under the other
-    policies there are none. `last`: the task stream is exhausted and this is the end."""
+    policies there are none. `last`: the task stream is exhausted and this is the end.
+    `t_bcast_s`: publication until 0.9 of the workers had installed it, of the newest version of
+    which that is known; `install_pause_s`: how long installs let engines stand still lately."""
 
     incarnation: Count
     step: Count
@@ -498,6 +500,8 @@ class BatchGranted(Message):
     groups_filtered: Count = 0
     tokens_per_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     cost_usd: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    t_bcast_s: Seconds | None = None
+    install_pause_s: Seconds | None = None
 
 
 @message(_R, "coordinator", "learner")

@@ -52,9 +52,9 @@ class FetchMachine(RuleBasedStateMachine):
         total = sum(count for _, count in lots)
         self.way_of: dict[int, list[str]] = {}
         cut = []
-        for place, (way, count) in enumerate(lots):
+        for way, count in lots:
             chunks = list(range(len(self.way_of), len(self.way_of) + count))
-            self.way_of.update(dict.fromkeys(chunks, lots[place][0]))
+            self.way_of.update(dict.fromkeys(chunks, way))
             cut.append((way, chunks))
         self.fetch = RelayFetch(
             cut, chunk_bytes=CHUNK_BYTES, limits=self.limits, now=began, planned_s=planned_s
@@ -78,13 +78,15 @@ class FetchMachine(RuleBasedStateMachine):
                     self._check_ask(source, indexes)
                 case Cancel(source, indexes):
                     assert indexes
+                    for index in indexes:
+                        if self.faults[source] < self.limits.faults_max or source == ORIGIN:
+                            assert self.asked.pop(index) == source
                 case Dial(source):
                     assert source not in self.up
         counts = [list(self.asked.values()).count(name) for name in NAMES]
         assert max(counts) <= self.limits.window_chunks
 
     def _check_ask(self, source: str, indexes: tuple[int, ...]) -> None:
-        self.asked = {i: name for i, name in self.asked.items() if self._is_asked(i, name)}
         assert indexes
         assert source in self.up
         assert self.fetch.sources[source].rests_until <= self.now
@@ -98,8 +100,9 @@ class FetchMachine(RuleBasedStateMachine):
             self.asked[index] = source
             self.under_way.append((source, index))
 
-    def _is_asked(self, index: int, name: str) -> bool:
-        return index in self.fetch.sources[name].asked
+    def _lets_off(self, name: str) -> None:
+        """Nothing is asked of it any more."""
+        self.asked = {index: other for index, other in self.asked.items() if other != name}
 
     @rule()
     def advance_when_due(self) -> None:
@@ -117,7 +120,7 @@ class FetchMachine(RuleBasedStateMachine):
     @rule(name=anybody)
     def connect(self, name: str) -> None:
         self.fetch.connected(name, self.now)
-        if name != STRANGER:
+        if name in self.fetch.sources:
             self.up.add(name)
 
     @rule(name=anybody, reached=st.booleans())
@@ -127,10 +130,12 @@ class FetchMachine(RuleBasedStateMachine):
             self.fetch.disconnected(name, self.now)
         else:
             self.fetch.unreachable(name, self.now)
+        self._lets_off(name)
 
     @rule(name=anybody)
     def refuse(self, name: str) -> None:
         self.fetch.refused(name, self.now)
+        self._lets_off(name)
 
     @rule(name=anybody, num_held=st.integers(0, 3))
     def live(self, name: str, num_held: int) -> None:
@@ -149,13 +154,13 @@ class FetchMachine(RuleBasedStateMachine):
         self._arrive(name, index)
 
     def _arrive(self, name: str, index: int) -> None:
-        other = next((n for n in NAMES if self._is_asked(index, n)), None)
+        other = self.asked.get(index)
         cancels = self.fetch.arrived(name, index, CHUNK_BYTES, self.now)
         checked = [i for _, i in self.checking]
-        if index not in self.missing or index in checked or name == STRANGER:
+        if index not in self.missing or index in checked or name not in self.fetch.sources:
             assert cancels is None
         if cancels is None:
-            assert other != name or self.faults[name] >= self.limits.faults_max
+            assert other != name
             return
         assert cancels == ([Cancel(other, (index,))] if other not in (None, name) else [])
         self.asked.pop(index, None)
@@ -173,6 +178,8 @@ class FetchMachine(RuleBasedStateMachine):
             return
         self.faults[name] += 1
         goes_on = self.fetch.wrong(index, self.now)
+        if name != ORIGIN and self.faults[name] >= self.limits.faults_max:
+            self._lets_off(name)
         assert goes_on is (name != ORIGIN or self.faults[name] < self.limits.faults_max)
 
     # ------------------------------------------------------------------------- always
@@ -184,9 +191,9 @@ class FetchMachine(RuleBasedStateMachine):
         fetch = self.fetch
         assert fetch.num_missing == len(self.missing)
         assert fetch.is_done is (not self.missing)
-        asked = [index for source in fetch.sources.values() for index in source.asked]
-        assert len(asked) == len(set(asked)) == fetch.num_asked
-        assert set(asked) <= self.missing
+        asked = {index: s.name for s in fetch.sources.values() for index in s.asked}
+        assert asked == self.asked
+        assert len(asked) == fetch.num_asked
         assert set(fetch.sources) <= set(NAMES)
         for name, source in fetch.sources.items():
             assert source.up is (name in self.up)
@@ -224,7 +231,7 @@ class FetchMachine(RuleBasedStateMachine):
 
 TestFetch: Any = FetchMachine.TestCase
 TestFetch.settings = settings(
-    max_examples=150,
+    max_examples=100,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

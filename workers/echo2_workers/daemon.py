@@ -45,6 +45,7 @@ from echo2_workers.parts import (
     doubts,
     make_engine,
     make_environments,
+    make_model_folder,
     precision_of,
     relay_bind,
     settings_of,
@@ -325,12 +326,15 @@ class WorkerDaemon:
             if not self._environments_up and self._settings.takes_leases:
                 await self._environments.start(start.settings, self._downloads.assets)
                 self._environments_up = True
-            self._engine = make_engine(
-                self._config,
-                folder=self._identity.folder,
-                fetch_assets=self._downloads.fetch_assets,
-                on_died=lambda text: self._post(events.EngineDied(start.epoch, text)),
-            )
+            if self._settings.takes_leases:
+                self._engine = make_engine(
+                    self._config,
+                    on_died=lambda text: self._post(events.EngineDied(start.epoch, text)),
+                )
+            else:
+                self._engine = make_model_folder(
+                    self._config, self._identity.folder, self._downloads.fetch_assets
+                )
             await self._engine.start(self._downloads.assets)
         except ConfigError as error:
             self._post(events.StartFailed(str(error)))

@@ -150,9 +150,14 @@ class Downloads:
         except WeightsError as error:
             self._post(events.FetchFailed(digest, str(error)))
         else:
-            fetched = fetch.path[-1] if fetch.path else digest
-            num_chunks, links = stored.manifest.num_chunks, self._relay.links(fetched)
-            self._post(events.FetchDone(digest, time.monotonic() - began, num_chunks, links))
+            fetched = self._deltas.get(digest, [digest])[-1]
+            num_chunks, links = self._num_chunks(fetched), self._relay.links(fetched)
+            fetch_s = time.monotonic() - began
+            self._post(events.FetchDone(digest, fetch_s, fetched, num_chunks, links))
+
+    def _num_chunks(self, digest: str) -> int:
+        manifest = self._store.manifest(digest)
+        return 0 if manifest is None else manifest.num_chunks
 
     async def _bring_by_deltas(self, fetch: events.Fetch) -> StoredVersion | None:
         """The version, made of what is here and the deltas of its path; None when that fails:
@@ -179,6 +184,8 @@ class Downloads:
             log.warning("delta_failed", manifest_digest=fetch.manifest_digest, reason=str(error))
             if made is not None:
                 made.close()
+            del self._deltas[fetch.manifest_digest]
+            self._tasks.start(self._remove(list(fetch.path)), name="remove_deltas")
             return None
         return self._keep_open(fetch.manifest_digest, made)
 

@@ -7,8 +7,8 @@ lies in `adapter.safetensors`, beside the model that it goes onto.
 
     .NAME.new is written --> NAME becomes .NAME.old --> .NAME.new becomes NAME --> .old goes
 
-Between the two renames, and after a crash there until the next install, no folder is there.
-A folder that this did not write is never replaced.
+Between the two renames, and after a crash there until the next start, no folder is there. A
+folder that this did not write is never replaced.
 """
 
 from __future__ import annotations
@@ -107,6 +107,9 @@ class ModelFolder:
                 "needs its own; a relative one lies in the worker's own folder"
             ) from None
         self._lock = lock
+        old = _beside(folder, "old")
+        if old.exists() and not folder.exists():
+            os.rename(old, folder)
         if folder.is_dir() and not any(folder.iterdir()):
             return
         if folder.exists() and not (folder / MARKER_NAME).is_file():
@@ -133,7 +136,7 @@ def _replace(
     stop: threading.Event,
 ) -> None:
     """In a thread. WeightsError when it is not done; then the folder is what it was."""
-    new, old = (folder.with_name(f".{folder.name}.{end}") for end in ("new", "old"))
+    new, old = _beside(folder, "new"), _beside(folder, "old")
     with disk_errors("putting a version into worker.model_folder", folder.parent):
         for left in (new, old):
             if left.exists():
@@ -143,9 +146,7 @@ def _replace(
             if assets is not None:
                 read_assets(assets, new)
             _write_weights(new, store, announced.manifest_digest, stop)
-            named = marker(
-                announced.version, announced.manifest_digest, announced.assets_digest
-            )
+            named = marker(announced.version, announced.manifest_digest, announced.assets_digest)
             write_whole(new / MARKER_NAME, named)
             _swap(new, folder, old)
         except BaseException:
@@ -153,6 +154,10 @@ def _replace(
             raise
         sync_folder(folder.parent)
         shutil.rmtree(old, ignore_errors=True)  # what is left goes before the next install
+
+
+def _beside(folder: Path, end: str) -> Path:
+    return folder.with_name(f".{folder.name}.{end}")
 
 
 def _write_weights(new: Path, store: Path, digest: str, stop: threading.Event) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -81,22 +82,9 @@ def precision_of(config: Config) -> str:
     return config.model.dtype
 
 
-def make_engine(
-    config: Config,
-    *,
-    on_died: Callable[[str], None],
-    folder: Path,
-    fetch_assets: FetchAssets,
-) -> EngineHandle:
-    """An engine that is not started yet. Raises ConfigError when worker.python is wrong.
-
-    `folder` is the worker's own, and `fetch_assets` brings a version's assets: engine "none"
-    lays out models with both.
-    """
+def make_engine(config: Config, *, on_died: Callable[[str], None]) -> EngineHandle:
+    """An engine that is not started yet. Raises ConfigError when worker.python is wrong."""
     worker = config.worker
-    if worker.engine == "none":
-        models = folder / worker.model_folder if worker.model_folder else None
-        return ModelFolder(models, worker_folder=folder, fetch_assets=fetch_assets)
     if worker.engine == "null":
         return LocalEngine(NullEngine(**worker.null.model_dump()))
     settings: dict[str, Any] = {"dtype": config.model.dtype}
@@ -114,6 +102,16 @@ def make_engine(
         python=python,
         silence_max_s=worker.engine_silence_s,
         stall_max_s=worker.engine_stall_s,
+    )
+
+
+def make_model_folder(config: Config, folder: Path, fetch_assets: FetchAssets) -> EngineHandle:
+    """What engine "none" is. `folder` is the worker's own; `fetch_assets` brings assets."""
+    name = config.worker.model_folder
+    return ModelFolder(
+        Path(os.path.normpath(folder / name)) if name else None,
+        worker_folder=folder,
+        fetch_assets=fetch_assets,
     )
 
 

@@ -397,6 +397,8 @@ class LearnerDesk:
                 groups_filtered=state.ends["filtered"],
                 tokens_per_s=sum(worker.tokens_per_s for worker in ready),
                 cost_usd=state.cost_usd,
+                t_bcast_s=state.broadcasts.t_bcast_s(),
+                install_pause_s=state.pause_s.mean if state.pause_s.known else None,
             ),
         )
         for group in batch.groups:

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from typing import Final
 
+from echo2.core.relay_lot import Lot
 from echo2.core.relay_source import ORIGIN, REFUSED_REST_S, Limits, Source
 
 __all__ = ["ORIGIN", "Ask", "Cancel", "Dial", "Limits", "RelayFetch", "Source"]
@@ -66,15 +67,6 @@ class Dial:
     source: str
 
 
-@dataclass(slots=True, eq=False)
-class _Lot:
-    """Chunks that follow the same sources; those in `wanted` are asked of nobody now."""
-
-    sources: tuple[str, ...]
-    wanted: deque[int]
-    num_left: int
-
-
 class RelayFetch:
     """`lots`: (sources without the origin, chunks in order), disjoint; together they are what
     is missing. `planned_s`: in which time the plan has all of it here, 0.0 without a plan."""
@@ -93,8 +85,8 @@ class RelayFetch:
         self._chunk_bytes = chunk_bytes
         self._planned_s = planned_s
         self._began = now
-        self._lots: list[_Lot] = []
-        self._lot_of: dict[int, _Lot] = {}
+        self._lots: list[Lot] = []
+        self._lot_of: dict[int, Lot] = {}
         self._asked_of: dict[int, Source] = {}
         self._checking: dict[int, Source] = {}
         self._avoid: dict[int, set[str]] = {}
@@ -259,7 +251,14 @@ class RelayFetch:
         source.slow_since = None
         moved: list[int] = []
         for lot in self._lots_of(source):
-            moved += self._split(lot, source, share)
+            asked = [i for i in source.asked if self._lot_of[i] is lot and i not in self._avoid]
+            other = lot.split(source.name, sorted(asked), share)
+            if other is not None:
+                self._lots.append(other)
+                self._lot_of.update(dict.fromkeys(other.wanted, other))
+                moved += other.wanted
+                other.wanted = deque(i for i in other.wanted if i not in source.asked)
+        self._lots = [lot for lot in self._lots if lot.num_left]
         if moved and self._planned[source.name]:
             self._planned[source.name] = rate
         return self._take_back(source, source.asked.intersection(moved), now)
@@ -278,7 +277,7 @@ class RelayFetch:
         left = sum(lot.num_left for lot in self._lots_of(source, idle_after=True))
         return (0.5 if left * self._chunk_bytes > LAST_S * rate else 0.0), rate
 
-    def _lots_of(self, source: Source, *, idle_after: bool = False) -> list[_Lot]:
+    def _lots_of(self, source: Source, *, idle_after: bool = False) -> list[Lot]:
         """Lots that it is the first to be asked for, and that another one could take over;
         `idle_after`: and has nothing to do."""
         found = []
@@ -289,27 +288,6 @@ class RelayFetch:
                 if other is not None and not (idle_after and self.sources[other].asked):
                     found.append(lot)
         return found
-
-    def _split(self, lot: _Lot, source: Source, share: float) -> list[int]:
-        """Give `share` of what is left of a lot, from its end, to the sources after this one,
-        which comes last then."""
-        place = lot.sources.index(source.name)
-        asked = (i for i in source.asked if self._lot_of[i] is lot and i not in self._avoid)
-        mine = sorted(asked) + list(lot.wanted)
-        moved = mine[len(mine) - int(len(mine) * share + 0.5) :]
-        if not moved:
-            return []
-        sources = (*lot.sources[place + 1 :], *lot.sources[: place + 1])
-        kept = mine[: len(mine) - len(moved)]
-        lot.wanted = deque(i for i in kept if i not in source.asked)
-        lot.num_left -= len(moved)
-        other = _Lot(sources, deque(i for i in moved if i not in source.asked), len(moved))
-        self._lots.append(other)
-        for index in moved:
-            self._lot_of[index] = other
-        if not lot.num_left:
-            self._lots.remove(lot)
-        return moved
 
     # ------------------------------------------------------------------ whom to ask
 
@@ -403,7 +381,7 @@ class RelayFetch:
 
     def _add_lot(self, sources: tuple[str, ...], chunks: Iterable[int]) -> None:
         wanted = deque(chunks)
-        lot = _Lot(sources, wanted, len(wanted))
+        lot = Lot(sources, wanted, len(wanted))
         for name in sources:
             self.sources.setdefault(name, Source(name))
         if not wanted:

@@ -15,7 +15,7 @@ from echo2.core.delta_choice import Way
 from echo2.core.dissemination import RelayPlan, RelayTree, stripe_sizes
 from echo2.core.relay_rates import ORIGIN
 from echo2.messages import STRIPES_MAX, VersionAnnounced, VersionPublished
-from echo2.types import PeerId, Stripe, Version
+from echo2.types import Name, PeerId, Stripe, Version
 
 SOURCES_MAX: Final = 64
 """Most ancestors that a stripe names; the origin stands behind them however many there are."""
@@ -136,6 +136,17 @@ def followers(parts: Mapping[PeerId, RelayPart], name: PeerId) -> set[PeerId]:
         found.update(new)
         ahead += new
     return found
+
+
+def suppliers(part: RelayPart, receiving: RelayPart, sender: Name) -> set[Name] | None:
+    """From whom the sender, whose part is `part`, gets what it sends to the worker whose part
+    is `receiving`; None if that one follows no trees."""
+    if not receiving.planned_s or (part.stripes and not part.planned_s):
+        return None
+    trees = [k for k, s in enumerate(receiving.stripes) if s.sources[:1] == (sender,)]
+    if not part.stripes:
+        return {ORIGIN} if trees else set()
+    return {(part.stripes[k].sources or (ORIGIN,))[0] for k in trees}
 
 
 def rate_beside_a_star(

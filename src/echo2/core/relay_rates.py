@@ -1,36 +1,40 @@
 """What links carry, and what that says of the capacity of the hosts at their ends.
 
 Receivers report, of each fetch and link, B bytes and the s seconds in which something was owed
-them. T is how long the fetch runs. A link is *busy* if s ≥ BUSY_SHARE · T.
+them. T is how long a fetch runs; a link is *busy* if s ≥ BUSY_SHARE · T.
 
-    a busy link carries      r = 8B / s          (any other: 8B / T)
-    an uplink reads          U = Σ r over the sender's links of the version that overlap in time
-    a downlink reads         D = Σ r over the receiver's links of the version
+    one link carries      r = 8B/s
+    an uplink reads       U = max(8ΣB/W, max r), over the sender's links of one version that
+                              overlap in time; W from the first to the last second owed
+    a downlink reads      D = max(8ΣB/T, max r), over the receiver's links of one version
 
-A reading is a *measurement* if the host was what held the transfer up, else a lower bound:
+That much was carried, so it can be. A reading is a *measurement*, which can lower what is known
+too, if this host was what held the transfer up:
 
-- U, if on a busy link the sender had what it owed (the origin; a worker whose own fetch was
-  done within HELD_SHARE of the receiver's) and the receiver's downlink was not full: never
-  measured, or D < FULL_SHARE · d. One that waits for its own parent says nothing of its uplink.
-- D, if on every busy link the sender had what it owed and is known to have uplink to spare
-  (U < FULL_SHARE · u). In doubt it was the sender, since few links are slower downwards.
+- U, if on a busy link the sender had what it owed, and the receiver's downlink was not full:
+  never measured, or D < FULL_SHARE · d. The origin has all; so has a worker that serves the
+  version, whose own fetch was done in HELD_SHARE of the s of that link, or whose links for the
+  same tree were. A relay that waits for its own parent says nothing of its uplink.
+- D, if on every busy link the sender had what it owed, and room: Σ r over all its links, the
+  most that it can have sent at once, is below FULL_SHARE of what it is proven to carry. In
+  doubt it was the sender, since few links are slower downwards.
 
-u and d are what was known before this version, so that it does not matter how often a fetch is
-reported: the last report of a version counts.
+A measurement is taken as it is where it is above what was known or nothing was, and moves that
+by FORGET of the way where it is below: once a version, so that what was seen k versions ago
+weighs (1 - FORGET)^k. Other readings only raise: to themselves, and if they come within
+FULL_SHARE of what was counted on (the planner's default where nothing is known) of a host that
+was never measured, to RAISE times that. Nothing has held that host up yet, and a plan that
+never asks for more would never learn of more.
 
-What was carried can be carried: a reading above what is known is taken as it is. A measurement
-below it moves it by FORGET of the way, once a version, so that what was seen k versions ago
-weighs (1 - FORGET)^k; a lower bound below it says nothing. Where nothing is known, a measurement
-is taken as it is, a lower bound if it is above the default of the planner.
-Readings of less than READING_S_MIN are dropped: round trips and buffers, no rates.
-
-Leaves caps to whoever asks: they belong to the settings, not to the links.
+What was known is what was known before this version. So it does not matter how often a fetch
+is reported: the last report of a version counts. Fetches below READING_S_MIN say nothing: they
+are round trips and buffers. Caps are left to whoever asks: they belong to the settings.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -61,6 +65,8 @@ class Rate:
     """What was known before the version that is measured now, on which that is judged."""
     is_full_at: float | None = None
     """The same, if it was a measurement; None if it was no more than a lower bound."""
+    proven: float = 0.0
+    """What was measured or carried before."""
     _reading: float | None = None
     _measures: bool = False
     _digest: str = ""
@@ -83,9 +89,12 @@ class Rate:
         """The version `digest` is measured from now on, unless others have followed it."""
         if digest == self._digest or digest in self._closed:
             return
-        known = self.mbit
-        if known != self.before:
-            self.is_full_at = known if self._measures else None
+        known, reading = self.mbit, self._reading
+        if known is not None and self._measures:
+            self.is_full_at = self.proven = known
+        elif reading is not None:
+            self.is_full_at = self.is_full_at if known == self.before else None
+            self.proven = max(self.proven, reading)
         self.before, self._reading = known, None
         self._closed.append(self._digest)
         self._digest = digest
@@ -124,18 +133,12 @@ class Fetch:
     def is_busy(self, link: LinkReport) -> bool:
         return link.seconds >= BUSY_SHARE * self.seconds
 
-    def mbit(self, link: LinkReport) -> float:
-        """r"""
-        seconds = link.seconds if self.is_busy(link) else self.seconds
-        return min(link.num_bytes * 8 / 1e6 / max(seconds, 1e-3), MBIT_MAX)
-
     @property
     def in_mbit(self) -> float:
         """D"""
-        return max(
-            sum(self.mbit(link) for link in self.links.values()),
-            max((_owed_mbit(link) for link in self.links.values()), default=0.0),
-        )
+        links = self.links.values()
+        total = sum(link.num_bytes for link in links)
+        return max([_mbit(total, self.seconds), *map(_owed, links)])
 
 
 @dataclass(slots=True)
@@ -145,11 +148,17 @@ class HostRates:
     fetch: Fetch | None = None
 
 
+Suppliers = Callable[[Name, Name, Digest], Collection[Name] | None]
+"""(sender, receiver, digest) -> from whom the plan has the sender get what it sends there; None
+where there is no such plan."""
+
+
 class RelayRates:
     """The rates of the origin and of all workers that were heard of, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, suppliers: Suppliers) -> None:
         self.hosts: dict[Name, HostRates] = {ORIGIN: HostRates()}
+        self._suppliers = suppliers
         self._receivers: dict[Name, set[Name]] = {}
 
     def host(self, name: Name) -> HostRates:
@@ -225,7 +234,8 @@ class RelayRates:
                 self.hosts[name].up.read(fetch.digest, mbit, measured=measured)
         busy = [name for name, link in fetch.links.items() if fetch.is_busy(link)]
         measured = bool(busy) and all(
-            self._had(name, fetch, holders) and _has_room(out[name], self.host(name).up.before)
+            self._had(name, receiver, fetch, holders)
+            and self._most_out_mbit(name, fetch) < FULL_SHARE * self.host(name).up.proven
             for name in busy
         )
         if fetch.in_mbit > 0:
@@ -246,29 +256,38 @@ class RelayRates:
 
     def _out_mbit(self, sender: Name, fetch: Fetch) -> float:
         """U"""
-        links = [(other, link) for _, other, link in self._overlapping(sender, fetch)]
-        return max(
-            sum(other.mbit(link) for other, link in links),
-            max(_owed_mbit(link) for _, link in links),
-        )
+        found = [(other.began_at, link) for _, other, link in self._overlapping(sender, fetch)]
+        begin = min(began_at for began_at, _ in found)
+        end = max(began_at + link.seconds for began_at, link in found)
+        num_bytes = sum(link.num_bytes for _, link in found)
+        return max(_mbit(num_bytes, end - begin), *(_owed(link) for _, link in found))
+
+    def _most_out_mbit(self, sender: Name, fetch: Fetch) -> float:
+        """Σ r: no less than U was at any time."""
+        return sum(_owed(link) for _, _, link in self._overlapping(sender, fetch))
 
     def _held_up_by_uplink(self, sender: Name, fetch: Fetch, holders: Collection[Name]) -> bool:
         return any(
             other.is_busy(link)
-            and self._had(sender, other, holders)
+            and self._had(sender, name, other, holders)
             and not _is_full(other.in_mbit, self.hosts[name].down.is_full_at)
             for name, other, link in self._overlapping(sender, fetch)
         )
 
-    def _had(self, sender: Name, fetch: Fetch, holders: Collection[Name]) -> bool:
-        """Did the sender have what it owed, for the most of this fetch?"""
+    def _had(self, sender: Name, receiver: Name, fetch: Fetch, holders: Collection[Name]) -> bool:
+        """Did the sender have what it owed, for the most of the time?"""
         if sender == ORIGIN:
             return True
         own = self.host(sender).fetch
         if own is None or own.digest != fetch.digest:
             return sender in holders
-        return own.done_at is not None and (
-            own.done_at - fetch.began_at <= HELD_SHARE * fetch.seconds
+        limit_at = fetch.began_at + HELD_SHARE * fetch.links[sender].seconds
+        if own.done_at is not None and own.done_at <= limit_at:
+            return True
+        found = self._suppliers(sender, receiver, fetch.digest)
+        return bool(found) and all(
+            name in own.links and own.began_at + own.links[name].seconds <= limit_at
+            for name in found or ()
         )
 
     def _unlink(self, receiver: Name, fetch: Fetch) -> None:
@@ -293,18 +312,17 @@ def _goes_on(fetch: Fetch, report: RelayReport) -> bool:
     )
 
 
-def _owed_mbit(link: LinkReport) -> float:
-    if link.seconds < READING_S_MIN:
-        return 0.0
-    return min(link.num_bytes * 8 / 1e6 / link.seconds, MBIT_MAX)
+def _mbit(num_bytes: int, seconds: float) -> float:
+    return num_bytes * 8 / 1e6 / max(seconds, READING_S_MIN)
+
+
+def _owed(link: LinkReport) -> float:
+    """r"""
+    return _mbit(link.num_bytes, link.seconds)
 
 
 def _increase(before: int, after: int) -> int:
     return after - before if after >= before else after
-
-
-def _has_room(used: float, mbit: float | None) -> bool:
-    return mbit is not None and used < FULL_SHARE * mbit
 
 
 def _is_full(used: float, mbit: float | None) -> bool:

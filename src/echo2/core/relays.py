@@ -31,13 +31,14 @@ from echo2.core.relay_parts import (
     planned_parts,
     planned_shares,
     rate_beside_a_star,
+    suppliers,
 )
 from echo2.core.relay_rates import ORIGIN, RelayRates
 from echo2.core.relay_standing import Standing
 from echo2.core.settings import CoordinatorSettings
 from echo2.core.staleness import Verdict
 from echo2.messages import CHUNK_MAX_BYTES, RELAY_PEERS_MAX, RelayPeers, VersionPublished
-from echo2.types import PeerId, RelayPeer, Version
+from echo2.types import Digest, Name, PeerId, RelayPeer, Version
 
 STANDINGS_MAX: Final = 16_384
 PLANNED_WORKERS_MAX: Final = 256
@@ -49,6 +50,7 @@ class _Planned:
     """`shares`: how many times the version each worker is to send, by all parts together."""
 
     version: Version
+    digest: Digest
     num_chunks: int
     parts: dict[PeerId, RelayPart]
     shares: dict[str, float]
@@ -61,7 +63,7 @@ class Relays:
     def __init__(self, settings: CoordinatorSettings, members: Members) -> None:
         self.settings = settings
         self.members = members
-        self.rates = RelayRates()
+        self.rates = RelayRates(self._suppliers)
         self.standings: dict[PeerId, Standing] = {}
         self.changed = False
         self.listed: dict[str, RelayPeer] = {}
@@ -144,7 +146,8 @@ class Relays:
         """Plan for everybody who is told of a version; the parts of the version before are
         forgotten. None when there are no two relays: then all of it comes from the origin."""
         num_chunks = -(-published.num_bytes // CHUNK_MAX_BYTES)
-        self._planned = _Planned(published.version, num_chunks, {}, {})
+        digest = published.manifest_digest
+        self._planned = _Planned(published.version, digest, num_chunks, {}, {})
         self.renew_list()
         workers = [self.members.workers[peer] for peer in peers if peer in self.members.workers]
         relays = [worker for worker in workers if worker.peer in self.listed]
@@ -198,6 +201,13 @@ class Relays:
             self.standings[peer].leave()
         if self._planned is not None:
             self._planned.parts.pop(peer, None)
+
+    def _suppliers(self, sender: Name, receiver: Name, digest: Digest) -> set[Name] | None:
+        planned = self._planned
+        if planned is None or planned.digest != digest:
+            return None
+        one, other = planned.parts.get(PeerId(sender)), planned.parts.get(PeerId(receiver))
+        return suppliers(one, other, sender) if one and other else None
 
     def _joiner_sources(self, planned: _Planned, joiner: Worker, now: float) -> list[PeerId]:
         # Whoever was never named as a source has no share, and no followers.

@@ -315,9 +315,10 @@ class RunState:
     def _plan(self, version: Version, peers: list[PeerId]) -> None:
         ways = {peer: self._way(version, peer) for peer in peers}
         group = main_group(ways)
-        artifact = replace(
-            self.announcements[version], num_bytes=ways[group[0]].num_bytes if group else 0
-        )
+        published = self.announcements[version]
+        way = ways[group[0]] if group else Way((), 0)
+        digest = way.last or published.manifest_digest
+        artifact = replace(published, num_bytes=way.num_bytes, manifest_digest=digest)
         plan = self.relays.plan(artifact, group, self.now)
         if plan is not None:
             self.emit("dissemination_planned", **planned_fields(version, plan))

@@ -230,9 +230,12 @@ class WorkerState:
         has_relay = settings.relay_endpoint or settings.relay_key
         if not (has_relay and event.links and self.session.welcomed):
             return []
-        missing = event.num_missing if isinstance(event, events.FetchProgress) else 0
+        if isinstance(event, events.FetchProgress):
+            artifact, missing = event.manifest_digest, event.num_missing
+        else:
+            artifact, missing = event.artifact or event.manifest_digest, 0
         report = messages.RelayReport(
-            manifest_digest=event.manifest_digest,
+            manifest_digest=artifact,
             num_chunks=event.num_chunks,
             num_missing=missing,
             links=event.links,

@@ -66,6 +66,8 @@ class FetchDone:
 
     manifest_digest: str
     fetch_s: float
+    artifact: str = ""
+    """Of which `num_chunks` and `links` tell: the version, or the delta that led to it."""
     num_chunks: int = 0
     links: tuple[LinkReport, ...] = ()
 

@@ -113,6 +113,7 @@ class Relay:
             on_message=self._take,
             on_up=self._up,
             on_down=self._down,
+            on_accepted=lambda name: self.server.forget(PeerId(name)),
         )
         self.server = ChunkServer(
             store.folder,

@@ -49,8 +49,11 @@ class RelayLinks:
         on_message: Callable[[str, Message], None],
         on_up: Callable[[str], None],
         on_down: Callable[[str, str], None],
+        on_accepted: Callable[[str], None],
     ) -> None:
-        """`bind`: where to listen, "tcp://HOST:PORT"; "" to dial only."""
+        """`bind`: where to listen, "tcp://HOST:PORT"; "" to dial only. `on_accepted` is told of
+        each connection that a peer made, before `on_up`: what it asked for on the one before
+        is void."""
         self.endpoint = ""
         self._context = context
         self._name = name
@@ -59,6 +62,7 @@ class RelayLinks:
         self._on_message = on_message
         self._on_up = on_up
         self._on_down = on_down
+        self._on_accepted = on_accepted
         self._peers: dict[str, RelayPeer] = {}
         self._allowed = PeerKeys()
         self._dialed: dict[str, _Dialed] = {}
@@ -80,7 +84,7 @@ class RelayLinks:
             bind=self._bind,
             keys=self._keys,
             on_message=lambda peer, message: self._on_message(str(peer), message),
-            on_peer=lambda peer: self._on_up(str(peer)),
+            on_peer=self._accepted,
             client_roles=lambda peer: frozenset({Role.WORKER}),
             credit_bytes=CREDIT_BYTES,
         )
@@ -156,6 +160,10 @@ class RelayLinks:
         if dialed is not None and dialed.is_up:
             return dialed.dealer.credit
         return 0 if self._router is None else self._router.credit(PeerId(name))
+
+    def _accepted(self, peer: PeerId) -> None:
+        self._on_accepted(str(peer))
+        self._on_up(str(peer))
 
     def _dial(self, name: str, endpoint: str, key: str, role: Role) -> None:
         dialed = self._dialed.get(name)

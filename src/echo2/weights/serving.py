@@ -160,6 +160,9 @@ class ChunkServer:
                 return
             queue = self._queues[peer] = RequestQueue()
         assembly = self._assemblies.get(manifest_digest)
+        if assembly is not None and max(wanted) >= assembly.manifest.num_chunks:
+            self._refuse(peer, manifest_digest, f"there is no chunk {max(wanted)}")
+            return
         for index in wanted:
             here = assembly is None or index == _MANIFEST or assembly.has(index)
             here = here and manifest_digest not in self._unknown
@@ -186,11 +189,14 @@ class ChunkServer:
         try:
             while queue:
                 manifest_digest, indexes = queue.take(BATCH_CHUNKS)
-                replies, unknown = await loop.run_in_executor(
+                replies, refusal, is_known = await loop.run_in_executor(
                     self._pool, self._read, manifest_digest, indexes
                 )
-                if unknown:
-                    self._hold(peer, queue, manifest_digest, indexes, unknown)
+                if refusal and is_known:
+                    queue.drop(manifest_digest)
+                    self._refuse(peer, manifest_digest, refusal)
+                elif refusal:
+                    self._hold(peer, queue, manifest_digest, indexes, refusal)
                 for reply in replies:
                     if not await self._sent(peer, reply):
                         self.counters["peers_dropped"] += 1
@@ -209,13 +215,13 @@ class ChunkServer:
             for index in indexes:
                 queue.add(digest, index, here=self._has(digest, index))
             return
-        if not self._unknown_hold_s:
+        is_full = digest not in self._unknown and len(self._unknown) >= VERSIONS_UNKNOWN_MAX
+        if not self._unknown_hold_s or is_full:
             queue.drop(digest)
             self._refuse(peer, digest, reason)
             return
         until = asyncio.get_running_loop().time() + self._unknown_hold_s
-        if len(self._unknown) < VERSIONS_UNKNOWN_MAX:
-            self._unknown.setdefault(digest, until)
+        self._unknown.setdefault(digest, until)
         for index in indexes:
             queue.add(digest, index, here=False)
 
@@ -228,22 +234,23 @@ class ChunkServer:
         self._send(peer, ChunksRefused(manifest_digest=manifest_digest, reason=reason[:2048]))
         self.counters["refused"] += 1
 
-    def _read(self, manifest_digest: str, indexes: list[int]) -> tuple[list[Message], str]:
-        """Replies to requests for one version, in order, and why there are none ("" else). In a
-        thread."""
+    def _read(self, manifest_digest: str, indexes: list[int]) -> tuple[list[Message], str, bool]:
+        """Replies to requests for one version, in order; why there are none ("" else); whether
+        the version is here. In a thread."""
         assembly = self._assemblies.get(manifest_digest)
+        is_known = False
         try:
             if assembly is not None:
                 try:
-                    return [
-                        _reply(assembly.manifest, index, assembly.read) for index in indexes
-                    ], ""
+                    replies = [_reply(assembly.manifest, i, assembly.read) for i in indexes]
+                    return replies, "", True
                 except WeightsError:  # it has just become complete, and the file is renamed
                     log.debug("assembly_ended", manifest_digest=manifest_digest)
             with self._versions.use(manifest_digest) as version:
-                return [_reply(version.manifest, index, version.read) for index in indexes], ""
+                is_known = True
+                return [_reply(version.manifest, i, version.read) for i in indexes], "", True
         except (WeightsError, OSError) as error:
-            return [], str(error) or type(error).__name__
+            return [], str(error) or type(error).__name__, is_known
 
     async def _sent(self, peer: PeerId, reply: Message) -> bool:
         """Hand a reply over when the peer has credit; False when it takes nothing any more."""
@@ -289,7 +296,8 @@ class ChunkServer:
             over = [digest for digest, until in self._unknown.items() if loop.time() > until]
             for digest in over:
                 del self._unknown[digest]
-                self.ends(digest, complete=False)
+                if digest not in self._assemblies:
+                    self.ends(digest, complete=False)
 
     async def _sweep(self) -> None:
         while True:

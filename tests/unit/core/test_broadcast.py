@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from core_builders import a_version
 
-from echo2.core.broadcast import BROADCASTS_MAX, Broadcasts
-from echo2.types import PeerId, Version
+from echo2.core.broadcast import BROADCASTS_MAX, PROBLEMS_TOLD, Broadcasts
+from echo2.types import BroadcastWorker, PeerId, Version
 
 V0 = a_version(0)
 
@@ -67,3 +67,29 @@ def test_old_versions_are_forgotten() -> None:
     assert min(found.broadcasts) == a_version(5)
     installs(found, "a", 7.0, a_version(8))
     assert found.t_bcast_s() == 7.0  # of the newest version that has it
+
+
+def test_each_worker_is_told_with_why_it_has_not_installed_it_yet() -> None:
+    found = begun("a", "b", "c", "d")
+    found.failed(V0, PeerId("b"), "the disk is full")
+    found.failed(V0, PeerId("a"), "no route")
+    found.failed(V0, PeerId("stranger"), "?")
+    installs(found, "a", 101.5)
+    found.leave_out(PeerId("b"))
+    found.leave_out(PeerId("d"))
+    assert found.workers(V0) == (
+        BroadcastWorker("a", 1.5, 1.0, 0.5),
+        BroadcastWorker("c"),
+        BroadcastWorker("b", problem="the disk is full", is_here=False),
+    )
+    assert found.workers(a_version(1)) == ()
+
+
+def test_what_is_told_of_a_large_fleet_fits_a_message() -> None:
+    names = [f"w-{number:03}" for number in range(PROBLEMS_TOLD + 10)]
+    found = begun(*names)
+    for name in names:
+        found.failed(V0, PeerId(name), "x" * 2000)
+    told = [worker for worker in found.workers(V0) if worker.problem]
+    assert len(told) == PROBLEMS_TOLD
+    assert {len(worker.problem) for worker in told} == {500}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from echo2.core.learner_client import (
     BATCH_INCOMPLETE_S,
     HELLO_RETRY_S,
     BatchReady,
+    BroadcastKnown,
     ClientState,
     Ended,
     EvalDone,
@@ -27,6 +30,8 @@ from echo2.messages import (
     BatchGroup,
     BatchRequest,
     BatchWaiting,
+    BroadcastRequest,
+    BroadcastStatus,
     CheckpointSaved,
     EvalRequest,
     EvalResult,
@@ -295,3 +300,21 @@ def test_a_learner_that_slept_gives_the_coordinator_time_to_answer() -> None:
     assert LearnerHello in sent(client.tick(10_001.0))
     assert client.received(a_welcome(), 10_001.1)
     assert client.state is ClientState.SEATED
+
+
+def test_a_guest_gives_no_tasks_and_does_not_say_that_there_are_none() -> None:
+    client = a_client()
+    client.hello = replace(client.hello, guest=True)
+    client.start(0.0)
+    client.received(a_welcome(), 0.0)
+    assert client.received(TasksWanted(incarnation=1, start=0, count=8), 1.0) == []
+
+
+def test_how_far_a_version_is_is_answered_while_seated() -> None:
+    client = a_client()
+    assert client.ask_broadcast() == []
+    client = a_seated_client()
+    assert sent(client.ask_broadcast()) == [BroadcastRequest]
+    status = BroadcastStatus(incarnation=1, version=None, num_active=2, workers=())
+    assert client.received(status, 1.0) == [BroadcastKnown(status)]
+    assert client.received(replace(status, incarnation=2), 1.0) == []

@@ -27,6 +27,8 @@ from echo2.core.records import CheckpointRecorded, LearnerRecorded, StepRecorded
 from echo2.messages import (
     BatchGranted,
     BatchRequest,
+    BroadcastRequest,
+    BroadcastStatus,
     CheckpointSaved,
     EvalRequest,
     EvalResult,
@@ -106,6 +108,50 @@ def test_only_checkpoints_at_or_below_the_resumed_step_count_as_kept() -> None:
     scene = Scene(a_restored_run())
     scene.learner_joins(2, checkpoint_steps=(0, 1, 2, 3))
     assert scene.state.history.kept == (1, 2)
+
+
+def test_a_guest_takes_the_seat_from_nobody_and_changes_no_step() -> None:
+    scene = Scene(a_restored_run())
+    scene.tick()
+    (welcome,) = sent(scene.learner_joins(0, guest=True), LearnerWelcome)
+    assert (welcome.incarnation, welcome.step) == (2, 3)
+    assert (scene.state.step, scene.state.history.kept) == (3, (1,))
+    assert list(scene.state.stream.again) == [6, 7], "nothing that was trained is given back"
+    assert sent(scene.publishes(3), PublishAcknowledged)
+    scene.receive(LEARNER, Goodbye(reason="published", incarnation=2))
+    (welcome,) = sent(scene.learner_joins(1, checkpoint_steps=(1,)), LearnerWelcome)
+    assert (welcome.incarnation, welcome.step) == (3, 1), "a learner resumes as before"
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_guest_is_refused_while_a_learner_is_heard(silent: bool) -> None:
+    scene = Scene()
+    scene.learner_joins()
+    if silent:
+        scene.passes(scene.state.settings.gone_s + 1.0, learner=False)
+    effects = scene.learner_joins(guest=True, peer="learner-2", hello_id="g")
+    refused = sent(effects, Refused, to="learner-2")
+    assert [r.reason for r in refused] == ([] if silent else ["seat"])
+    assert bool(sent(effects, Fenced, to=LEARNER)) is silent
+    if not silent:
+        assert "learner is the learner of this run and was heard 0.0 s ago" in refused[0].text
+
+
+def test_a_guest_learns_how_far_its_version_is() -> None:
+    scene = Scene()
+    scene.learner_joins(guest=True)
+    ask = BroadcastRequest(incarnation=1)
+    (status,) = sent(scene.receive(LEARNER, ask), BroadcastStatus)
+    assert (status.version, status.num_active, status.workers) == (None, 0, ())
+    for name in ("w-1", "w-2"):
+        scene.worker_joins(name, engine="none")
+    scene.publishes(0)
+    scene.now += 2.0
+    scene.installs("w-1", V0)
+    (status,) = sent(scene.receive(LEARNER, ask), BroadcastStatus)
+    assert (status.version, status.num_active) == (V0, 2)
+    assert [(w.name, w.seconds) for w in status.workers] == [("w-1", 2.0), ("w-2", None)]
+    assert sent(scene.receive(LEARNER, BroadcastRequest(incarnation=0)), Fenced)
 
 
 def test_a_hello_that_is_repeated_before_the_takeover_is_durable_is_ignored() -> None:

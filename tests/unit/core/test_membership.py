@@ -54,6 +54,13 @@ def test_only_a_ready_worker_with_a_version_may_get_a_lease(state, suspect, inst
     assert members_of(worker).ready() == ([worker] if may else [])
 
 
+def test_a_node_that_samples_nothing_gets_no_lease() -> None:
+    worker = a_worker()
+    worker.engine, worker.state, worker.installed = "none", WorkerState.READY, a_version(0)
+    assert not worker.may_lease
+    assert not members_of(worker).ready()
+
+
 def test_a_sign_of_life_is_noted_and_never_goes_back() -> None:
     worker = a_worker(heard_at=5.0)
     worker.suspect = True

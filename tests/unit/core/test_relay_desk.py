@@ -374,6 +374,18 @@ def test_what_was_measured_is_what_the_next_plan_counts_on_up_to_the_caps() -> N
     assert scene.state.relays.rates.hosts["a"].down.mbit is None  # it was not what was slow
 
 
+def test_the_plan_says_whether_a_relay_had_what_it_owed() -> None:
+    scene = a_fleet("a", "b")
+    (below,) = [name for name, m in announced(publishes(scene)).items() if m.stripes]
+    above = {"a": "b", "b": "a"}[below]
+    for _ in range(2):
+        scene.now += 4.0
+        scene.receive(above, a_report(a_link("origin", mbit=90.0, seconds=4.0), missing=1))
+    scene.now += 3.0
+    scene.receive(below, a_report(a_link(above, mbit=20.0)))
+    assert relay_of(scene, above)["up_mbit"] == 20.0
+
+
 # ------------------------------------------------------------------------------------ trust
 
 

@@ -12,6 +12,7 @@ from echo2.core.relay_parts import (
     planned_parts,
     planned_shares,
     rate_beside_a_star,
+    suppliers,
 )
 from echo2.core.relay_rates import ORIGIN
 from echo2.messages import STRIPES_MAX
@@ -82,6 +83,18 @@ def test_who_joins_late_gets_equal_stripes() -> None:
     assert part.stripes == (Stripe(3, ("a",)), Stripe(2, ("b",)))
     assert joiner_part([PeerId("a"), PeerId("b")], 1).stripes == (Stripe(1, ("a",)),)
     assert joiner_part([], 5).stripes == joiner_part([PeerId("a")], 0).stripes == ()
+
+
+def test_suppliers_are_the_parents_in_the_trees_that_lead_through_the_sender() -> None:
+    plan = a_plan(
+        (0.5, chain("a", "b", "c")), (0.3, chain("c", "b", "a")), (0.2, chain("b", "c", "a"))
+    )
+    parts = planned_parts(plan, {"a", "b", "c"}, 10)
+    a, b, c = (parts[PeerId(name)] for name in "abc")
+    assert suppliers(b, c, "b") == {"a", ORIGIN}
+    assert suppliers(b, a, "b") == {"c"}
+    assert suppliers(a, c, "a") == set()
+    assert suppliers(b, joiner_part([PeerId("b")], 10), "b") is None
 
 
 def test_followers_are_all_who_would_wait_for_it() -> None:

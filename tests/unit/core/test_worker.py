@@ -899,10 +899,15 @@ def test_every_phase_but_the_last_can_end() -> None:
         assert (WorkerPhase.STOPPED in following) == (phase is not WorkerPhase.STOPPED)
 
 
-def test_a_node_that_generates_nothing_joins_and_fetches_nothing() -> None:
+def test_a_node_that_generates_nothing_installs_every_version_with_its_own_assets() -> None:
     worker = Worker(engine="none", needs_weights=False, takes_leases=False).welcomed()
-    worker.on(announced(V[0]))
-    assert worker.none(events.Fetch)
-    assert worker.none(events.StartEngine)
-    worker.tick(1.0)
-    assert worker.sent(messages.Heartbeat)[0].state == "syncing"
+    assert worker.only(events.StartEngine).assets_digest == ""
+    worker.on(events.EngineReady(worker.state.engine.epoch))
+    for version, assets in ((V[0], "a" * 64), (V[1], "b" * 64)):
+        worker.fetches(version, assets_digest=assets)
+        assert worker.only(events.Install).announced.assets_digest == assets
+        worker.installs(version)
+        assert worker.only(events.Keep).manifest_digests == {a_digest(version), assets}
+        assert worker.sent(messages.VersionInstalled)[0].version == version
+    worker.on(a_lease("l0", version=V[1]))
+    assert worker.sent(messages.LeaseFailed)[0].stage == "lost"

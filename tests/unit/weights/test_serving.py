@@ -302,6 +302,30 @@ async def test_whoever_asks_before_the_version_is_known_here_is_served_when_it_i
     await server.stop()
 
 
+async def test_a_chunk_that_does_not_exist_is_refused_to_the_one_who_asked_alone(
+    tmp_path: Path, write_small: WriteSmall
+) -> None:
+    manifest, assembly = await an_assembly(tmp_path, write_small)
+    digest = manifest.manifest_digest
+    peers = Peers()
+    server = a_relay(tmp_path, peers, unknown_hold_s=0.2)
+    server.begins(assembly)
+    server.handle(W1, ChunksRequest(manifest_digest=digest, indexes=(0,)))
+    server.handle(W2, ChunksRequest(manifest_digest=digest, indexes=(99,)))
+    assert [peer for peer, m in peers.sent if isinstance(m, ChunksRefused)] == [W2]
+    for index in range(manifest.num_chunks):
+        assembly.add(index, payload(tmp_path, manifest, index))
+        server.arrived(digest, index)
+    (await asyncio.to_thread(assembly.finish)).close()
+    server.ends(digest, complete=True)
+    server.handle(W2, ChunksRequest(manifest_digest=digest, indexes=(99,)))
+    await eventually(
+        lambda: sum(peer == W2 and isinstance(m, ChunksRefused) for peer, m in peers.sent) == 2
+    )
+    await eventually(lambda: peers.indexes(W1) == [0])
+    await server.stop()
+
+
 async def test_what_never_begins_is_refused_after_a_while(tmp_path: Path) -> None:
     peers = Peers()
     (tmp_path / "store").mkdir()
