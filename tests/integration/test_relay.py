@@ -265,13 +265,9 @@ def test_what_is_here_is_not_asked_for_again(tmp_path: Path) -> None:
 def test_a_version_that_nobody_has_fails_with_the_origin_s_words(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with a_fleet(tmp_path, "w-1", "w-2") as fleet:
-            with pytest.raises(
-                WeightsError, match=REFUSED
-            ):
+            with pytest.raises(WeightsError, match=REFUSED):
                 await fleet.fetch("w-1", MISSING)
-            with pytest.raises(
-                WeightsError, match=REFUSED
-            ):
+            with pytest.raises(WeightsError, match=REFUSED):
                 await fleet.fetch("w-2", MISSING, Stripe(1, ("w-1",)))
 
     run(scenario())

@@ -46,8 +46,9 @@ from echo2.net.router import Router
 from echo2.net.sockets import close_context, make_context
 from echo2.types import GroupId, LeaseId, PeerId, Sampling, Task, Version
 from echo2.weights.adapter import LORA_A, LORA_B, AdapterBase
+from echo2.weights.delta import write_delta
 from echo2.weights.origin import Origin
-from echo2.weights.store import write_assets, write_version
+from echo2.weights.store import open_version, write_assets, write_version
 
 DEADLINE_S = 240.0
 M = TypeVar("M", bound=Message)
@@ -531,6 +532,44 @@ def test_an_adapter_comes_with_its_base_once_and_serves_on_top_of_it(tmp_path: P
             result = await coordinator.hear(GroupResult)
             assert {s.version for t in result.trajectories for s in t.spans} == {version}
             coordinator.acknowledge(result)
+
+    run(scenario())
+
+
+def publish_delta(run_dir: Path, before: str, after: str) -> str:
+    """Write what makes one version of the other; its manifest's digest."""
+    folder = run_dir / "versions"
+    base, target = open_version(folder, before), open_version(folder, after)
+    assert base is not None
+    assert target is not None
+    with base, target:
+        manifest = write_delta(folder, base, target, share_max=2.0)
+    assert manifest is not None
+    return manifest.manifest_digest
+
+
+def test_deltas_lead_to_a_version_and_what_fails_is_followed_by_the_whole(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with a_run(tmp_path, *ADDITION) as (coordinator, _):
+            models = [a_model(seed) for seed in range(4)]
+            digests = [publish(tmp_path, model) for model in models]
+            chain = tuple(publish_delta(tmp_path, *digests[at : at + 2]) for at in range(3))
+            store = tmp_path / "workers" / "w-1" / "store"
+
+            async def install(step: int, model: int, path: tuple[str, ...]) -> None:
+                version = Version(1, step)
+                probe = a_probe(models[model])
+                coordinator.announce(version, digests[model], path=path, **probe)
+                installed = await coordinator.hear(VersionInstalled, lambda m: m.version == version)
+                assert installed.manifest_digest == digests[model]
+                assert installed.canary_diff is not None
+                assert installed.canary_diff < 1e-5
+
+            await install(1, 2, chain[:2])  # version 1.0 is models[0], as `a_run` made it
+            assert not (tmp_path / "workers" / "w-1" / "store" / f"{digests[1]}.partial").exists()
+            assert (store / f"{chain[1]}.bin").is_file(), "others may ask for it"
+            await install(2, 3, (chain[0], chain[2]))  # the first leads to another base
+            await install(3, 1, ("e" * 64,))  # a delta that nobody has
 
     run(scenario())
 

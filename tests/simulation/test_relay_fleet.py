@@ -163,8 +163,9 @@ def test_whatever_breaks_every_live_worker_has_the_newest_version_in_the_end(see
     except AssertionError as error:
         broke = "\n".join(trouble.told[-30:])
         pytest.fail(
-            f"{broke}\n{type(error).__name__}: {error}\nagain: pytest {__file__} -k "
-            f"'newest_version_in_the_end and {seed}'",
+            f"{broke}\n{type(error).__name__}: {error}\nagain: pytest 'tests/simulation/"
+            "test_relay_fleet.py::test_whatever_breaks_every_live_worker_has_the_newest_version"
+            f"_in_the_end[{seed}]'",
             pytrace=False,
         )
 
@@ -175,6 +176,6 @@ def test_the_same_seed_is_the_same_run() -> None:
         fleet = a_varied_fleet(3)
         fleet.publish()
         trouble = Trouble(fleet, every_s=3.0, until_s=60.0)
-        assert fleet.settles(after_s=60.0, until_s=SETTLES_S), fleet.state()
+        assert fleet.settles(after_s=60.0, until_s=60.0 + SETTLES_S), fleet.state()
         runs.append((trouble.told, fleet.num_events, fleet.completed_at))
     assert runs[0] == runs[1]

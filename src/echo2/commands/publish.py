@@ -52,8 +52,9 @@ SHOWN_MAX: Final = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What to publish (`num_bytes` of tensors), and when it counts as done: when `wait_share` of the workers that were
-    there have installed it, at least `workers_min` being there, all within `timeout_s`."""
+    """What to publish (`num_bytes` of tensors), and when it counts as done: when `wait_share`
+    of the workers that were there have installed it, at least `workers_min` being there, all
+    within `timeout_s`."""
 
     model: Path
     num_bytes: int

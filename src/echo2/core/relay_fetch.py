@@ -28,7 +28,7 @@ from heapq import heapify, heappop, heapreplace
 from typing import Final
 
 from echo2.core.relay_lot import Lot
-from echo2.core.relay_source import ORIGIN, REFUSED_REST_S, Limits, Source
+from echo2.core.relay_source import ORIGIN, Limits, Source
 
 __all__ = ["ORIGIN", "Ask", "Cancel", "Dial", "Limits", "RelayFetch", "Source"]
 
@@ -142,8 +142,7 @@ class RelayFetch:
         """It has nothing of this version, and expects nothing."""
         source = self.sources.get(name)
         if source is not None:
-            source.heard_at = now
-            source.rests_until = max(source.rests_until, now + REFUSED_REST_S)
+            source.refused(now)
             self._take_back(source, source.asked, now)
 
     def alive(self, name: str, num_held: int, now: float) -> None:

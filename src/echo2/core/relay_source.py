@@ -1,7 +1,6 @@
 """One source of a fetch, as its receiver knows it: is it heard, does it deliver, how fast.
 
-    down --connected--> up --silent, or stuck--> resting --> on probation --delivers--> up
-                         `------- refuses ------> resting ----------------------------> up
+    down --connected--> up --silent, stuck, refuses--> resting --> on probation --delivers--> up
 
 Resting: nothing is asked of it, 1, 2, 4 ... 2^5 s with each failure in a row. On probation:
 one chunk at a time. Too many wrong payloads: distrusted, for the rest of the fetch. Whom to
@@ -16,7 +15,6 @@ from typing import Final
 
 ORIGIN: Final = "origin"
 RATE_WINDOW_S: Final = 2.0
-REFUSED_REST_S: Final = 1.0
 RESTS_DOUBLED_MAX: Final = 5
 QUIET_SPANS: Final = 2.0
 """A source is silent after so many times the longest that it was quiet lately, if that is more
@@ -95,10 +93,14 @@ class Source:
         self.rests_until = float("-inf")
 
     def failed(self, now: float) -> None:
-        """It was taken for dead: it rests, the longer the more often."""
+        """It was taken for dead."""
         self.silences += 1
-        self.rests_until = now + 2.0 ** min(self.failures, RESTS_DOUBLED_MAX)
-        self.failures += 1
+        self._rest(now)
+
+    def refused(self, now: float) -> None:
+        """It lives, and has nothing."""
+        self.heard_at = now
+        self._rest(now)
 
     def arrived(self, num_bytes: int, now: float) -> None:
         if self.asked:
@@ -167,6 +169,12 @@ class Source:
 
     def busy_until(self, now: float) -> float:
         return self.busy_s + (0.0 if self.busy_since is None else now - self.busy_since)
+
+    def _rest(self, now: float) -> None:
+        """The longer, the more often it failed."""
+        rest_s = 2.0 ** min(self.failures, RESTS_DOUBLED_MAX)
+        self.rests_until = max(self.rests_until, now + rest_s)
+        self.failures += 1
 
     def _drop_old(self, now: float) -> None:
         while self._arrivals and self._arrivals[0][0] < now - RATE_WINDOW_S:

@@ -168,6 +168,15 @@ def test_a_handshake_ends_every_rest() -> None:
     assert fetch.advance(10.5) == [ask("w-1", 0, 1, 2, 3)]
 
 
+def test_news_of_a_connection_that_is_there_ends_no_rest() -> None:
+    fetch = a_fetch(("w-1", range(2)))
+    fetch.advance(0.0)
+    fetch.advance(1.5)
+    fetch.connected("w-1", 1.6)
+    assert fetch.sources["w-1"].rests_until == 2.5
+    assert fetch.advance(1.6) == []
+
+
 def test_an_origin_that_was_down_for_long_is_asked_as_soon_as_it_is_back() -> None:
     fetch = a_fetch(("", range(2)), up="")
     for _ in range(20):
@@ -287,15 +296,24 @@ def test_what_a_silent_origin_owes_is_asked_of_it_again() -> None:
     assert fetch.sources[ORIGIN].failures == 0
 
 
-def test_a_source_that_refuses_rests_a_second() -> None:
-    fetch = a_fetch(("w-1", range(2)))
+def test_a_source_that_refuses_rests_and_the_longer_the_more_often() -> None:
+    fetch = a_fetch(("w-1", range(9)), up="w-1")
+    assert fetch.advance(10.0) == [ask("w-1", 0, 1, 2, 3)]
+    for refused_at, rest_s in ((11.0, 1.0), (12.0, 2.0), (14.0, 4.0)):
+        fetch.refused("w-1", refused_at)
+        assert ask("w-1", 0) not in fetch.advance(refused_at + rest_s - 0.1)
+        assert fetch.next_at() == refused_at + rest_s
+        assert fetch.advance(refused_at + rest_s) == [ask("w-1", 0)]
+    assert fetch.sources["w-1"].silences == 0
+
+
+def test_who_refuses_holds_up_one_chunk_at_most() -> None:
+    fetch = a_fetch(("w-1", range(9)))
     fetch.advance(0.0)
     fetch.refused("w-1", 0.1)
-    assert fetch.advance(0.1) == [ask(ORIGIN, 0, 1)]
-    fetch.disconnected(ORIGIN, 1.0)
-    assert fetch.advance(1.0) == [Dial(ORIGIN)]
-    assert fetch.next_at() == 1.1
-    assert fetch.advance(1.1) == [ask("w-1", 0, 1)]
+    assert fetch.advance(0.1) == [ask(ORIGIN, 0, 1, 2, 3)]
+    comes(fetch, ORIGIN, 0, 1, now=1.1)
+    assert fetch.advance(1.1) == [ask("w-1", 4), ask(ORIGIN, 5, 6)]
 
 
 def test_a_late_chunk_counts_and_who_was_asked_meanwhile_is_let_off() -> None:

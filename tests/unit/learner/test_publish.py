@@ -16,7 +16,8 @@ from echo2.core.lineage import Lineage
 from echo2.errors import LearnerError, WaitTimeoutError
 from echo2.messages import VersionPublished
 from echo2.types import Version
-from echo2.weights.store import open_version
+from echo2.weights.delta import apply_delta
+from echo2.weights.store import ChunkStore, StoredVersion, open_version
 from echo2_learner.policy import Policy
 from echo2_learner.publish import PublishedVersions, Publisher
 from echo2_workers.engines.stored import stored_tensors
@@ -216,6 +217,53 @@ def test_an_adapter_travels_alone_and_a_worker_computes_what_a_merged_version_ho
     publishers[0].versions.load(Version(1, 0), reader)
     for name, tensor in publishers[1].scratch.tensors().items():
         assert torch.equal(reader.tensors()[name], tensor)
+
+
+def test_a_delta_is_offered_beside_the_next_version_and_stays_with_it(
+    tiny: Policy, tiny_folder: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    def a_publisher() -> Publisher:
+        return Publisher(
+            tiny,
+            run_dir,
+            scratch=Policy.load(tiny_folder),
+            run_name="r",
+            origin_timeout_s=0.2,
+            deltas=True,
+        )
+
+    publisher = a_publisher()
+    first = publisher.publish(Version(1, 0))
+    with torch.no_grad():
+        tiny.tensors()["model.norm.weight"].add_(0.01)
+    second = publisher.publish(Version(1, 1))
+    assert first.deltas == ()
+    (offer,) = second.deltas
+    assert offer.base == first.manifest_digest
+    assert offer.num_bytes < second.num_bytes / 2
+    store = ChunkStore(tmp_path / "store", 1 << 30)
+    with (
+        opened(run_dir, first.manifest_digest) as base,
+        opened(run_dir, offer.manifest_digest) as delta,
+        apply_delta(store, delta, base) as made,
+    ):
+        assert made.manifest.manifest_digest == second.manifest_digest
+    publisher.prune(keep_from=1)
+    kept = {second.manifest_digest, second.assets_digest, offer.manifest_digest}
+    assert digests(run_dir) == kept
+    resumed = a_publisher()
+    resumed.versions.find(Lineage(starts=[(1, 0), (2, 1)]))
+    resumed.prune(keep_from=1)
+    assert digests(run_dir) == kept - {second.assets_digest}
+    nudge(tiny)
+    third = resumed.publish(Version(2, 2))
+    assert [offer.base for offer in third.deltas] == [second.manifest_digest] * len(third.deltas)
+
+
+def opened(run_dir: Path, digest: str) -> StoredVersion:
+    stored = open_version(run_dir / "versions", digest)
+    assert stored is not None
+    return stored
 
 
 def test_what_adapters_go_onto_stays_as_long_as_one_of_them(
