@@ -23,12 +23,13 @@ start() {
     pids+=("$!")
 }
 
+rm -f "$run/coordinator.json" "$run/origin.json"
 start coordinator coordinator "$config"
-until [ -s "$run/coordinator.json" ]; do
-    kill -0 "${pids[0]}" || { cat "$run/coordinator.log"; exit 1; }
+start origin origin "$config"            # stays, so that a worker that comes late is served too
+until [ -s "$run/coordinator.json" ] && [ -s "$run/origin.json" ]; do
+    kill -0 "${pids[@]}" || { tail -n 5 "$run"/*.log; exit 1; }
     sleep 0.2
 done
-start origin origin "$config"            # stays, so that a worker that comes late is served too
 for number in $(seq "$workers"); do
     start "w-$number" worker "$config" --name "w-$number"
 done

@@ -587,7 +587,11 @@ def test_lost_chunks_are_asked_for_again(
         async with (
             a_scripted_origin(run_dir, lose_some) as origin,
             a_fetcher(
-                store, worker_keys, request_timeout_s=0.2, window_bytes=4 * CHUNK_BYTES
+                store,
+                worker_keys,
+                request_timeout_s=0.2,
+                silence_s=0.2,
+                window_bytes=4 * CHUNK_BYTES,
             ) as fetcher,
         ):
             fetched = await fetcher.fetch(

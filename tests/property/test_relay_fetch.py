@@ -66,7 +66,7 @@ class FetchMachine(RuleBasedStateMachine):
         self.checking: list[tuple[str, int]] = []
         self.faults = dict.fromkeys(NAMES, 0)
         self.up: set[str] = set()
-        self.failed = False
+        self.lied: set[tuple[str, int]] = set()
 
     # ---------------------------------------------------------------------- decisions
 
@@ -97,6 +97,7 @@ class FetchMachine(RuleBasedStateMachine):
             assert index not in [i for _, i in self.checking]
             assert index not in self.asked
             assert source == ORIGIN or source in self.way_of[index]
+            assert source == ORIGIN or (source, index) not in self.lied
             self.asked[index] = source
             self.under_way.append((source, index))
 
@@ -177,6 +178,7 @@ class FetchMachine(RuleBasedStateMachine):
             self.missing.remove(index)
             return
         self.faults[name] += 1
+        self.lied.add((name, index))
         goes_on = self.fetch.wrong(index, self.now)
         if name != ORIGIN and self.faults[name] >= self.limits.faults_max:
             self._lets_off(name)

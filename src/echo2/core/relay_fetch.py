@@ -250,7 +250,7 @@ class RelayFetch:
         source.slow_since = None
         moved: list[int] = []
         for lot in self._lots_of(source):
-            asked = [i for i in source.asked if self._lot_of[i] is lot and i not in self._avoid]
+            asked = [index for index in source.asked if self._lot_of[index] is lot]
             other = lot.split(source.name, sorted(asked), share)
             if other is not None:
                 self._lots.append(other)

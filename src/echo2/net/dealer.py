@@ -44,6 +44,7 @@ from echo2.net.wakeups import Wakeups, is_ready
 
 log = structlog.get_logger()
 
+URGENT_BYTES: Final = 64 << 10
 INBOX_MAX: Final = 64
 _SENT_PER_TURN: Final = 16
 _REDIAL_BASE_S: Final = 0.1
@@ -120,6 +121,7 @@ class Dealer:
         self._backoff = Backoff(rng or random.Random(), base_s=_REDIAL_BASE_S, max_s=_REDIAL_MAX_S)
         self._queue: deque[list[bytes]] = deque()
         self._queued_bytes = 0
+        self._num_urgent = 0
         self._inbox: deque[Message] = deque()
         self._arrived = asyncio.Event()
         self._changed = asyncio.Event()
@@ -167,9 +169,12 @@ class Dealer:
                 f"no connection for the {self._lane} lane after {timeout_s:g} s: {self.reason}"
             ) from None
 
-    def send(self, message: Message) -> bool:
+    def send(self, message: Message, *, urgent: bool = False) -> bool:
         """Queue `message`, connected or not. False, and counted: the queue is full. One
         message is always accepted into an empty queue.
+
+        An `urgent` one, which must be small, goes before all others and may use URGENT_BYTES
+        beyond the limit.
 
         Whoever sends periodically (heartbeats) looks at `state` first, or else the queue
         fills while the server is away.
@@ -180,10 +185,15 @@ class Dealer:
             )
         frames = wire.encode(message)
         size = sum(map(len, frames))
-        if self._queue and self._queued_bytes + size > self._queue_bytes:
+        queue_bytes = self._queue_bytes + (URGENT_BYTES if urgent else 0)
+        if self._queue and self._queued_bytes + size > queue_bytes:
             self.counters["no_credit"] += 1
             return False
-        self._queue.append(frames)
+        if urgent:
+            self._queue.insert(self._num_urgent, frames)  # behind those that came before it
+            self._num_urgent += 1
+        else:
+            self._queue.append(frames)
         self._queued_bytes += size
         self._wake()
         return True
@@ -290,6 +300,7 @@ class Dealer:
             self._set_state(Connection.CONNECTED, "")
             if self._greeting is not None:
                 self._queue.appendleft(wire.encode(self._greeting()))
+                self._num_urgent += 1
                 self._queued_bytes += sum(map(len, self._queue[0]))
             return False
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -359,6 +370,7 @@ class Dealer:
             except zmq.Again:
                 break
             self._queued_bytes -= sum(map(len, self._queue.popleft()))
+            self._num_urgent = max(0, self._num_urgent - 1)
             num_messages += 1
         self.counters["sent"] += num_messages
         return num_messages

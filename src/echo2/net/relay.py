@@ -44,6 +44,7 @@ from echo2.net.relay_links import CREDIT_BYTES, RelayLinks
 from echo2.net.tasks import OwnedTasks
 from echo2.types import LinkReport, PeerId, RelayPeer, Stripe
 from echo2.weights.assembly import Assembly, WrongChunkError
+from echo2.weights.request_queue import REQUESTS_PER_PEER_MAX
 from echo2.weights.serving import ChunkServer
 from echo2.weights.snapshot import Manifest
 from echo2.weights.store import ChunkStore
@@ -331,6 +332,7 @@ class _Fetch:
 
     def up(self, name: str) -> None:
         self._down_reasons.pop(name, None)
+        self._refusals.pop(name, None)
         if self._state is not None:
             self._state.connected(name, self._now())
         self._news.set()
@@ -353,6 +355,7 @@ class _Fetch:
         if cancels is None:
             self._num_unexpected += 1
             return
+        self._refusals.pop(name, None)
         for cancel in cancels:
             self._cancel(cancel)
         self._arrivals.append((name, message))
@@ -461,7 +464,9 @@ class _Fetch:
             self._lots(assembly),
             chunk_bytes=manifest.chunk_bytes,
             limits=Limits(
-                window_chunks=max(2, self._limits.window_bytes // manifest.chunk_bytes),
+                window_chunks=min(
+                    REQUESTS_PER_PEER_MAX, max(2, self._limits.window_bytes // manifest.chunk_bytes)
+                ),
                 silence_s=self._limits.silence_s,
                 origin_silence_s=self._limits.request_timeout_s,
                 faults_max=self._limits.faults_max,
@@ -507,14 +512,16 @@ class _Fetch:
                         request = ChunksRequest(manifest_digest=self._digest, indexes=part)
                         if not self._links.send(source, request):
                             state.disconnected(source, self._now())
+                            if self._links.is_up(source):  # its queue was full
+                                state.connected(source, self._now())
                             break
                 case Cancel():
                     self._cancel(effect)
                 case Dial(source):
-                    if self._links.can_dial(source):
+                    if self._links.is_up(source):
+                        state.connected(source, self._now())
+                    elif self._links.can_dial(source):
                         self._links.dial(source)
-                    elif source != ORIGIN and not self._links.is_up(source):
-                        continue  # it dials us
 
     def _cancel(self, cancel: Cancel) -> None:
         for start in range(0, len(cancel.indexes), INDEXES_PER_REQUEST_MAX):
@@ -554,12 +561,16 @@ class _Fetch:
 
     async def _wait(self, most_s: float) -> None:
         """Until there is news, at most so long; WeightsError when it cannot go on."""
+        began = self._now()
         stalled_at = self._progress_at + self._limits.stall_timeout_s
-        left_s = stalled_at - self._now()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(most_s, max(0.0, left_s))):
+            async with asyncio.timeout(min(most_s, max(0.0, stalled_at - began))):
                 await self._news.wait()
         self._news.clear()
+        overslept_s = self._now() - began - most_s
+        if overslept_s > 1.0:  # we were stopped: nobody else is to blame for that time
+            self._progress_at += overslept_s
+            stalled_at += overslept_s
         if self._now() >= stalled_at and not self._arrivals and not self._manifests:
             raise WeightsError(
                 f"no new chunk of version {self._short} came from {self._named(ORIGIN)} or a relay "

@@ -20,7 +20,7 @@ import zmq.asyncio
 
 from echo2.core.relay_fetch import ORIGIN
 from echo2.errors import ConfigError, Echo2Error
-from echo2.messages import Lane, Message, Role
+from echo2.messages import Chunk, Lane, ManifestReply, Message, Role
 from echo2.net.auth import Authenticator, KeyPair
 from echo2.net.dealer import Connection, Dealer
 from echo2.net.keys import PeerKeys
@@ -85,6 +85,7 @@ class RelayLinks:
             keys=self._keys,
             on_message=lambda peer, message: self._on_message(str(peer), message),
             on_peer=self._accepted,
+            on_gone=self._gone,
             client_roles=lambda peer: frozenset({Role.WORKER}),
             credit_bytes=CREDIT_BYTES,
         )
@@ -146,12 +147,14 @@ class RelayLinks:
         return self._router is not None and self._router.knows(PeerId(name))
 
     def send(self, name: str, message: Message) -> bool:
-        """False when the peer cannot be reached, or its credit is used up."""
+        """False when the peer cannot be reached, or its credit is used up. Whatever is no
+        chunk and no manifest goes before those that wait."""
+        urgent = not isinstance(message, Chunk | ManifestReply)
         dialed = self._dialed.get(name)
         if dialed is not None and dialed.is_up:
-            return dialed.dealer.send(message)
+            return dialed.dealer.send(message, urgent=urgent)
         if self._router is not None and self._router.knows(PeerId(name)):
-            return self._router.send(PeerId(name), message)
+            return self._router.send(PeerId(name), message, urgent=urgent)
         return False
 
     def credit(self, name: str) -> int:
@@ -164,6 +167,10 @@ class RelayLinks:
     def _accepted(self, peer: PeerId) -> None:
         self._on_accepted(str(peer))
         self._on_up(str(peer))
+
+    def _gone(self, peer: PeerId) -> None:
+        if not self.is_up(str(peer)):
+            self._on_down(str(peer), "the connection that it made is gone")
 
     def _dial(self, name: str, endpoint: str, key: str, role: Role) -> None:
         dialed = self._dialed.get(name)

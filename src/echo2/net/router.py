@@ -46,6 +46,7 @@ log = structlog.get_logger()
 
 MESSAGES_PER_TURN: Final = 64
 BYTES_PER_TURN: Final = 8 << 20
+URGENT_BYTES: Final = 64 << 10
 PEERS_MAX: Final = 65536
 _SENT_PER_PEER_AND_TURN: Final = 16
 _RETRY_S: Final = 0.01
@@ -58,12 +59,15 @@ class _Peer:
     route_before: bytes = b""
     queue: deque[list[bytes]] = field(default_factory=deque)
     queued_bytes: int = 0
+    num_urgent: int = 0
+    """Of the queue's first."""
 
 
 class Router:
     """The server's end of a lane.
 
-    `on_peer` is told of each connection, as soon as the peer can be sent to.
+    `on_peer` is told of each connection, as soon as the peer can be sent to, `on_gone` when a
+    message to it could not be delivered, or it is not allowed any more.
     `client_roles` narrows what a peer may send to the messages of these roles; by default
     any role but our own. Without `keys` (loopback only) a peer is who it says it is.
     `credit_bytes`: most bytes that wait for one peer. Raises ConfigError for an address that
@@ -81,6 +85,7 @@ class Router:
         on_message: Callable[[PeerId, Message], None],
         on_refused: Callable[[PeerId | None, ProtocolError], None] | None = None,
         on_peer: Callable[[PeerId], None] | None = None,
+        on_gone: Callable[[PeerId], None] | None = None,
         client_roles: Callable[[PeerId], frozenset[Role]] | None = None,
         credit_bytes: int | None = None,
     ) -> None:
@@ -100,6 +105,7 @@ class Router:
         self._on_message = on_message
         self._on_refused = on_refused
         self._on_peer = on_peer
+        self._on_gone = on_gone
         others = frozenset(Role) - {role}
         self._client_roles = client_roles or (lambda peer: others)
         self._credit_bytes = LANES[lane].credit_bytes if credit_bytes is None else credit_bytes
@@ -159,9 +165,11 @@ class Router:
         owner awaits this."""
         await self._tasks.wait()
 
-    def send(self, peer: PeerId, message: Message) -> bool:
+    def send(self, peer: PeerId, message: Message, *, urgent: bool = False) -> bool:
         """Queue `message`. False, and counted: the peer is not known or not allowed any
         more, or its credit is used up. One message is always accepted into an empty queue.
+        An `urgent` one, which must be small, goes before all others and may use URGENT_BYTES
+        beyond the credit.
 
         Raises LocalProtocolError when the message is not one of ours to send.
         """
@@ -175,10 +183,15 @@ class Router:
             return False
         frames = wire.encode(message)
         size = sum(map(len, frames))
-        if state.queue and state.queued_bytes + size > self._credit_bytes:
+        credit_bytes = self._credit_bytes + (URGENT_BYTES if urgent else 0)
+        if state.queue and state.queued_bytes + size > credit_bytes:
             self.counters["no_credit"] += 1
             return False
-        state.queue.append(frames)
+        if urgent:
+            state.queue.insert(state.num_urgent, frames)  # behind those that came before it
+            state.num_urgent += 1
+        else:
+            state.queue.append(frames)
         state.queued_bytes += size
         self._queued[peer] = None
         if self._wakeups is not None:
@@ -369,6 +382,7 @@ class Router:
                 self._forget(peer)
                 break
             state.queued_bytes -= sum(map(len, state.queue.popleft()))
+            state.num_urgent = max(0, state.num_urgent - 1)
             num_messages += 1
         self.counters["sent"] += num_messages
         return num_messages
@@ -376,11 +390,13 @@ class Router:
     def _forget(self, peer: PeerId) -> None:
         self._drop_queue(peer, self._peers.pop(peer))
         self._twins.discard(peer)
+        if self._on_gone is not None:
+            self._on_gone(peer)
 
     def _drop_queue(self, peer: PeerId, state: _Peer) -> None:
         self.counters["dropped"] += len(state.queue)
         state.queue.clear()
-        state.queued_bytes = 0
+        state.queued_bytes = state.num_urgent = 0
         self._queued.pop(peer, None)
 
     def _count_failed_handshakes(self, monitor: zmq.Socket[bytes]) -> int:

@@ -234,6 +234,17 @@ def test_a_source_that_lives_and_never_delivers_is_passed_over(
     assert fetch.advance(now) == [cancel("w-1", 0), ask(ORIGIN, 0)]
 
 
+def test_a_source_that_delivers_now_and_then_is_not_stuck() -> None:
+    fetch = a_fetch(("w-1", range(20)))
+    fetch.advance(0.0)
+    for half_s in range(1, 80):
+        fetch.alive("w-1", 3, half_s / 2)
+        if half_s % 16 == 0:
+            comes(fetch, "w-1", min(fetch.sources["w-1"].asked), now=half_s / 2)
+        assert all(isinstance(effect, Ask) for effect in fetch.advance(half_s / 2))
+    assert fetch.sources[ORIGIN].num_bytes == 0
+
+
 def test_on_probation_a_source_gets_one_chunk_and_the_next_one_the_others() -> None:
     fetch = a_fetch(("w-1 w-2", range(20)))
     fetch.advance(0.0)
@@ -270,7 +281,8 @@ def test_a_link_on_which_chunks_take_long_is_not_silent_between_them() -> None:
     fetch.advance(0.0)
     comes(fetch, "w-1", 0, now=1.4)
     fetch.advance(1.4)
-    assert fetch.advance(4.1) == []
+    for now in (2.9, 3.4, 4.1):
+        assert fetch.advance(now) == []
     comes(fetch, "w-1", 1, now=4.15)
     assert fetch.sources["w-1"].silences == 0
 
@@ -335,6 +347,15 @@ def test_a_wrong_chunk_is_asked_of_the_next_source() -> None:
     assert is_wrong(fetch, "w-1", 0)
     assert fetch.advance(0.1) == [ask("w-2", 0)]
     assert fetch.sources["w-1"].num_faults == 1
+
+
+def test_a_wrong_chunk_that_the_next_source_loses_goes_not_back_to_the_first() -> None:
+    fetch = a_fetch(("w-1 w-2", range(2)))
+    fetch.advance(5.0)
+    is_wrong(fetch, "w-1", 0, 5.0)
+    assert fetch.advance(5.0) == [ask("w-2", 0)]
+    fetch.disconnected("w-2", 5.1)
+    assert fetch.advance(5.1) == [Dial("w-2"), ask(ORIGIN, 0)]
 
 
 def test_a_wrong_chunk_holds_up_none_of_its_stripe() -> None:
@@ -421,6 +442,22 @@ def test_a_source_that_delivers_less_than_its_plan_loses_that_part_of_what_is_le
     assert fetch.sources["w-2"].asked
 
 
+def test_what_a_slow_source_loses_of_its_window_is_taken_back() -> None:
+    fetch = a_fetch(("w-1 w-2", range(40)), planned_s=4.0)
+    effects = deliver(fetch, "w-1", per_s=0.5, until=4.75)
+    (taken,) = (effect for effect in effects if isinstance(effect, Cancel))
+    assert taken.source == "w-1"
+    assert set(taken.indexes) <= fetch.sources["w-2"].asked
+    assert not fetch.sources["w-1"].asked.intersection(taken.indexes)
+
+
+def test_a_slow_source_that_lost_its_part_keeps_what_it_can_deliver() -> None:
+    fetch = a_fetch(("w-1 w-2", range(200)), planned_s=20.0)
+    deliver(fetch, "w-1", per_s=4.0, until=20.0)
+    assert len(fetch._lots) == 2
+    assert fetch._lot_of[max(fetch.sources["w-1"].asked)] is fetch._lots[0]
+
+
 def test_what_a_slow_source_lost_comes_back_to_it_when_nobody_else_works() -> None:
     fetch = a_fetch(("w-1", range(60)), planned_s=10.0)
     deliver(fetch, "w-1", per_s=2.0, until=5.0)
@@ -457,6 +494,14 @@ def test_the_last_source_is_helped_by_one_that_has_nothing_to_do() -> None:
     deliver(fetch, "w-2", per_s=2.0, now=5.0, until=8.0)
     assert fetch.sources[ORIGIN].asked
     assert fetch._lot_of[39].sources == (ORIGIN, "w-2")
+
+
+def test_the_last_source_is_not_helped_by_one_that_has_enough_to_do() -> None:
+    fetch = a_fetch(("w-1", range(4)), ("w-2", range(4, 40)), ("", range(40, 80)))
+    fetch.advance(0.0)
+    comes(fetch, "w-1", 0, 1, 2, 3)
+    deliver(fetch, "w-2", per_s=2.0, until=8.0)
+    assert len(fetch._lots) == 2
 
 
 def test_a_source_that_is_nearly_done_is_not_helped() -> None:
