@@ -38,13 +38,13 @@ from echo2.errors import (
 )
 from echo2.messages import Lane, Message, Role
 from echo2.net.keys import KeyPair, check_name, check_public_key
+from echo2.net.out_queue import OutQueue
 from echo2.net.sockets import LANES, check_endpoint, dealer_socket, monitor_socket
 from echo2.net.tasks import Backoff, OwnedTasks
 from echo2.net.wakeups import Wakeups, is_ready
 
 log = structlog.get_logger()
 
-URGENT_BYTES: Final = 64 << 10
 INBOX_MAX: Final = 64
 _SENT_PER_TURN: Final = 16
 _REDIAL_BASE_S: Final = 0.1
@@ -117,11 +117,8 @@ class Dealer:
         self._server_role = server_role or default
         self._greeting = greeting
         self._on_state = on_state
-        self._queue_bytes = LANES[lane].credit_bytes if queue_bytes is None else queue_bytes
         self._backoff = Backoff(rng or random.Random(), base_s=_REDIAL_BASE_S, max_s=_REDIAL_MAX_S)
-        self._queue: deque[list[bytes]] = deque()
-        self._queued_bytes = 0
-        self._num_urgent = 0
+        self._queue = OutQueue(LANES[lane].credit_bytes if queue_bytes is None else queue_bytes)
         self._inbox: deque[Message] = deque()
         self._arrived = asyncio.Event()
         self._changed = asyncio.Event()
@@ -173,8 +170,7 @@ class Dealer:
         """Queue `message`, connected or not. False, and counted: the queue is full. One
         message is always accepted into an empty queue.
 
-        An `urgent` one, which must be small, goes before all others and may use URGENT_BYTES
-        beyond the limit.
+        An `urgent` one, which must be small, goes before all others (`OutQueue`).
 
         Whoever sends periodically (heartbeats) looks at `state` first, or else the queue
         fills while the server is away.
@@ -183,25 +179,16 @@ class Dealer:
             raise LocalProtocolError(
                 f"{type(message).__name__} is not sent by {self._role} on lane {self._lane}"
             )
-        frames = wire.encode(message)
-        size = sum(map(len, frames))
-        queue_bytes = self._queue_bytes + (URGENT_BYTES if urgent else 0)
-        if self._queue and self._queued_bytes + size > queue_bytes:
+        if not self._queue.add(wire.encode(message), urgent=urgent):
             self.counters["no_credit"] += 1
             return False
-        if urgent:
-            self._queue.insert(self._num_urgent, frames)  # behind those that came before it
-            self._num_urgent += 1
-        else:
-            self._queue.append(frames)
-        self._queued_bytes += size
         self._wake()
         return True
 
     @property
     def credit(self) -> int:
         """Bytes that may be queued now."""
-        return max(0, self._queue_bytes - self._queued_bytes)
+        return self._queue.credit
 
     async def receive(self) -> Message:
         """The next valid message of the server. For one task; may be cancelled without loss."""
@@ -299,9 +286,7 @@ class Dealer:
             self._refusal_is_new = False
             self._set_state(Connection.CONNECTED, "")
             if self._greeting is not None:
-                self._queue.appendleft(wire.encode(self._greeting()))
-                self._num_urgent += 1
-                self._queued_bytes += sum(map(len, self._queue[0]))
+                self._queue.add_first(wire.encode(self._greeting()))
             return False
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self._refusal_is_new = True
@@ -366,11 +351,10 @@ class Dealer:
         num_messages = 0
         while self._queue and num_messages < _SENT_PER_TURN:
             try:
-                socket.send_multipart(self._queue[0], zmq.NOBLOCK)
+                socket.send_multipart(self._queue.first(), zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            self._queued_bytes -= sum(map(len, self._queue.popleft()))
-            self._num_urgent = max(0, self._num_urgent - 1)
+            self._queue.pop()
             num_messages += 1
         self.counters["sent"] += num_messages
         return num_messages

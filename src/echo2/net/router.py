@@ -23,9 +23,9 @@ daemons), it is logged once.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import structlog
@@ -37,6 +37,7 @@ from echo2.errors import ConfigError, LocalProtocolError, ProtocolError, RemoteP
 from echo2.messages import Lane, Message, Role
 from echo2.net.auth import KEY_PROPERTY, Authenticator
 from echo2.net.keys import NAME_PATTERN, KeyList, KeyPair
+from echo2.net.out_queue import OutQueue
 from echo2.net.sockets import LANES, check_endpoint, monitor_socket, router_socket, split_endpoint
 from echo2.net.tasks import OwnedTasks
 from echo2.net.wakeups import Wakeups, is_ready
@@ -46,7 +47,6 @@ log = structlog.get_logger()
 
 MESSAGES_PER_TURN: Final = 64
 BYTES_PER_TURN: Final = 8 << 20
-URGENT_BYTES: Final = 64 << 10
 PEERS_MAX: Final = 65536
 _SENT_PER_PEER_AND_TURN: Final = 16
 _RETRY_S: Final = 0.01
@@ -56,11 +56,8 @@ _BIND_RETRY_S: Final = 0.05
 @dataclass(slots=True, eq=False)
 class _Peer:
     route: bytes
+    queue: OutQueue
     route_before: bytes = b""
-    queue: deque[list[bytes]] = field(default_factory=deque)
-    queued_bytes: int = 0
-    num_urgent: int = 0
-    """Of the queue's first."""
 
 
 class Router:
@@ -168,8 +165,7 @@ class Router:
     def send(self, peer: PeerId, message: Message, *, urgent: bool = False) -> bool:
         """Queue `message`. False, and counted: the peer is not known or not allowed any
         more, or its credit is used up. One message is always accepted into an empty queue.
-        An `urgent` one, which must be small, goes before all others and may use URGENT_BYTES
-        beyond the credit.
+        An `urgent` one, which must be small, goes before all others (`OutQueue`).
 
         Raises LocalProtocolError when the message is not one of ours to send.
         """
@@ -181,18 +177,9 @@ class Router:
         if state is None:
             self.counters["unknown_peer"] += 1
             return False
-        frames = wire.encode(message)
-        size = sum(map(len, frames))
-        credit_bytes = self._credit_bytes + (URGENT_BYTES if urgent else 0)
-        if state.queue and state.queued_bytes + size > credit_bytes:
+        if not state.queue.add(wire.encode(message), urgent=urgent):
             self.counters["no_credit"] += 1
             return False
-        if urgent:
-            state.queue.insert(state.num_urgent, frames)  # behind those that came before it
-            state.num_urgent += 1
-        else:
-            state.queue.append(frames)
-        state.queued_bytes += size
         self._queued[peer] = None
         if self._wakeups is not None:
             self._wakeups.set()
@@ -201,7 +188,7 @@ class Router:
     def credit(self, peer: PeerId) -> int:
         """Bytes that may be queued for `peer` now; 0 if it is not known."""
         state = self._peers.get(peer)
-        return 0 if state is None else max(0, self._credit_bytes - state.queued_bytes)
+        return 0 if state is None else state.queue.credit
 
     def knows(self, peer: PeerId) -> bool:
         """Whether it can be sent to, as far as known."""
@@ -331,7 +318,7 @@ class Router:
                     f"{peer} is one peer too many; at most {PEERS_MAX} are served",
                     reason="too_many_peers",
                 )
-            self._peers[peer] = _Peer(route)
+            self._peers[peer] = _Peer(route, OutQueue(self._credit_bytes))
             self._tell_of(peer)
         elif state.route != route:
             if state.route_before == route and peer not in self._twins:
@@ -360,19 +347,20 @@ class Router:
             if num_messages >= MESSAGES_PER_TURN or num_bytes >= BYTES_PER_TURN:
                 break
             state = self._peers[peer]
-            queued_before = state.queued_bytes
-            num_messages += self._send_some(socket, peer, state)
-            num_bytes += queued_before - state.queued_bytes
+            sent, sent_bytes = self._send_some(socket, peer, state)
+            num_messages += sent
+            num_bytes += sent_bytes
             self._queued.pop(peer, None)
             if state.queue:
                 self._queued[peer] = None  # to the end of the line
         return num_messages
 
-    def _send_some(self, socket: zmq.Socket[bytes], peer: PeerId, state: _Peer) -> int:
-        num_messages = 0
+    def _send_some(self, socket: zmq.Socket[bytes], peer: PeerId, state: _Peer) -> tuple[int, int]:
+        """(messages, bytes) that were sent."""
+        num_messages = num_bytes = 0
         while state.queue and num_messages < _SENT_PER_PEER_AND_TURN:
             try:
-                socket.send_multipart([state.route, *state.queue[0]], zmq.NOBLOCK, copy=False)
+                socket.send_multipart([state.route, *state.queue.first()], zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break  # its pipe is full
             except zmq.ZMQError as error:
@@ -381,11 +369,10 @@ class Router:
                 self.counters["unreachable"] += 1
                 self._forget(peer)
                 break
-            state.queued_bytes -= sum(map(len, state.queue.popleft()))
-            state.num_urgent = max(0, state.num_urgent - 1)
+            num_bytes += state.queue.pop()
             num_messages += 1
         self.counters["sent"] += num_messages
-        return num_messages
+        return num_messages, num_bytes
 
     def _forget(self, peer: PeerId) -> None:
         self._drop_queue(peer, self._peers.pop(peer))
@@ -396,7 +383,6 @@ class Router:
     def _drop_queue(self, peer: PeerId, state: _Peer) -> None:
         self.counters["dropped"] += len(state.queue)
         state.queue.clear()
-        state.queued_bytes = state.num_urgent = 0
         self._queued.pop(peer, None)
 
     def _count_failed_handshakes(self, monitor: zmq.Socket[bytes]) -> int:
