@@ -21,7 +21,7 @@ import structlog
 from blake3 import blake3
 
 from echo2.errors import WeightsError
-from echo2.weights.files import BIN, BITMAP, MANIFEST, PARTIAL, disk_errors, sync_folder
+from echo2.weights.files import BIN, BITMAP, MANIFEST, PARTIAL, disk_errors
 from echo2.weights.snapshot import Manifest
 from echo2.weights.versions import (
     StoredVersion,
@@ -127,6 +127,9 @@ class Assembly:
     def finish(self, *, stop: threading.Event | None = None) -> StoredVersion:
         """Verify the whole and make it a complete version, open for the caller.
 
+        Nothing waits for the disk: what a power cut takes of it, `ChunkStore.open` finds out by
+        the digests, and it is fetched again.
+
         WeightsError when chunks are missing or the assembly was closed meanwhile. When
         the whole is not what the manifest says, though every chunk is, the manifest is
         wrong: everything is removed.
@@ -142,14 +145,11 @@ class Assembly:
             handle = os.dup(self._handle)
         try:
             verify_whole(handle, self.manifest, stop=stop)
-            with disk_errors(f"completing version {self._short}", self._folder):
-                os.fsync(handle)
-                with self._lock:
-                    self._check_open()
-                    os.replace(self._path(PARTIAL), self._path(BIN))
-                    self._path(BITMAP).unlink(missing_ok=True)
-                    sync_folder(self._folder)
-                    version = self._on_finish()
+            with disk_errors(f"completing version {self._short}", self._folder), self._lock:
+                self._check_open()
+                os.replace(self._path(PARTIAL), self._path(BIN))
+                self._path(BITMAP).unlink(missing_ok=True)
+                version = self._on_finish()
         except TornVersionError:
             self.discard()
             raise
