@@ -231,13 +231,17 @@ class Publisher:
         folder, before = self.versions.folder, self.versions.newest()
         if not self._deltas or not before or before == manifest.manifest_digest:
             return None
-        with _opened(folder, before) as base, _opened(folder, manifest.manifest_digest) as target:
-            if base.manifest.kind != target.manifest.kind:
+        base, target = open_version(folder, before), open_version(folder, manifest.manifest_digest)
+        try:
+            # Another learner that took over removes both; then this one is about to be told so.
+            if base is None or target is None or base.manifest.kind != target.manifest.kind:
                 return None
             delta = write_delta(folder, base, target)
-        if delta is None:
-            return None
-        return DeltaOffer(before, delta.manifest_digest, delta.num_bytes)
+        finally:
+            for version in (base, target):
+                if version is not None:
+                    version.close()
+        return None if delta is None else DeltaOffer(before, delta.manifest_digest, delta.num_bytes)
 
     def _write_adapters(self, metadata: dict[str, str]) -> Manifest:
         """The adapters as a version; before the first one, what they go onto."""

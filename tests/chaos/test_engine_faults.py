@@ -46,7 +46,9 @@ def ready_engine(fleet: Fleet, worker: str) -> int:
 
     def is_up() -> bool:
         text = started.read_text(errors="replace")
-        return text.rfind("engine_started") > text.rfind("engine_process_died")
+        # Before it has installed a version it gets no leases that it could give back.
+        installed, started_at = text.rfind("version_installed"), text.rfind("engine_started")
+        return installed > started_at > text.rfind("engine_process_died")
 
     fleet.until(is_up, f"engine of {worker}")
     pid = engine_of(fleet, worker)
