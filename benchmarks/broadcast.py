@@ -106,13 +106,13 @@ def run_ours(
     origin: str,
     workers: Sequence[str],
     limit_s: float,
-    uplinks: Mapping[str, float] | None = None,
+    lines: Mapping[str, HostLink] | None = None,
 ) -> dict[str, float]:
     """Seconds from the publication to each worker's install, by the run's own records.
 
-    `uplinks`: what each host is told of its own uplink (worker.uplink_mbit and
-    net.origin_uplink_mbit), as whoever rents a line knows it; without it nobody knows more
-    than the defaults, for this is the fleet's first version.
+    `lines`: what each host is told of its own line (worker.uplink_mbit, worker.downlink_mbit and
+    net.origin_uplink_mbit), as whoever rents one knows it; without it nobody knows more than the
+    defaults, for this is the fleet's first version.
 
     A coordinator with its origin on the origin's host, `echo2 worker` on each other.
     """
@@ -124,7 +124,7 @@ def run_ours(
         "worker": {"engine": "null"},
         "net": {
             "host": wan.address(origin),
-            "origin_uplink_mbit": (uplinks or {}).get(origin, 0.0),
+            "origin_uplink_mbit": lines[origin].up_mbit if lines else 0.0,
         },
         "http": {"enabled": False},
         "log": {"format": "json"},
@@ -139,7 +139,9 @@ def run_ours(
     for name in workers:
         argv = [sys.executable, "-m", "echo2.cli", "worker", str(path)]
         argv += ["--run-dir", str(run_dir), "--name", name]
-        argv += ["--set", f"worker.uplink_mbit={(uplinks or {}).get(name, 0.0)}"]
+        if lines:
+            argv += ["--set", f"worker.uplink_mbit={lines[name].up_mbit}"]
+            argv += ["--set", f"worker.downlink_mbit={lines[name].down_mbit}"]
         actors.append(Actor(wan, name, argv, folder))
 
     def times_of(event: str, num: int, *, deadline: float) -> dict[str, float]:
@@ -181,10 +183,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     origin, *workers = links
     names = [link.name for link in workers]
     bound = bound_s(options.mb * 1e6, origin, workers)
-    uplinks = {link.name: link.up_mbit for link in links} if options.rates == "told" else None
-    systems: dict[str, Callable[..., dict[str, float]]] = {
-        "ours": partial(run_ours, uplinks=uplinks)
-    }
+    lines = {link.name: link for link in links} if options.rates == "told" else None
+    systems: dict[str, Callable[..., dict[str, float]]] = {"ours": partial(run_ours, lines=lines)}
     if "star" in options.peers:
         systems["star"] = run_star
     if "torrent" in options.peers:
@@ -287,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--rates",
         choices=("told", "unknown"),
         default="told",
-        help="whether echo2's hosts are told their uplinks, or start with the defaults",
+        help="whether echo2's hosts are told their lines, or start with the defaults",
     )
     parser.add_argument("--limit", type=float, default=300.0, help="seconds; longer is a failure")
     parser.add_argument("--json", action="store_true", help="one JSON object, and nothing else")

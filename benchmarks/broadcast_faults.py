@@ -7,16 +7,17 @@ for coordinator, origin, publisher and workers on shaped hosts. When half of the
 is over:
 
     none      nothing: the time that the others are held against
-    kill      SIGKILL of the relay with most descendants
+    kill      SIGKILL of the relay with most descendants in the plan
     stop      SIGSTOP of that relay for 10 s
     cut       its link is cut for 5 s
     slow      its uplink falls to 10 Mbit/s
     lie       it flips a byte in every tenth chunk that it forwards, from then on
     origin    SIGKILL of the origin, which is started again 3 s later
 
-Prints for each the seconds until the last untouched worker, and the touched one, had installed
-the version (its digest as published), and what the untouched ones are allowed: 1.1 times the
-run without a fault plus 3 s, with the origin its downtime more. Needs root, as wan.py does.
+Prints for each who was hit and how many workers were behind it in the plan, the seconds until
+the last untouched worker, and the touched one, had installed the version (its digest as
+published), and what the untouched ones are allowed: 1.1 times the run without a fault plus 3 s,
+with the origin its downtime more. Needs root, as wan.py does.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Run:
         tables = {
             "run": {"name": "faults"},
             "environment": {"name": "null"},
-            "worker": {"engine": "null", "uplink_mbit": 100.0},
+            "worker": {"engine": "null", "uplink_mbit": 100.0, "downlink_mbit": 100.0},
             "net": {"host": wan.address(ORIGIN), "origin_uplink_mbit": 300.0},
             "log": {"format": "json"},
         }
@@ -132,27 +133,13 @@ class Run:
             self.check_time("nothing was published")
         return found[-1]
 
-    def busiest(self) -> str:
-        """The relay that most workers are below: the first hop of most chunks."""
-        status = self.wan.popen(
-            ORIGIN,
-            [sys.executable, "-m", "echo2.cli", "status", "--run-dir", str(self.run_dir), "--json"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        told, _ = status.communicate(timeout=60)
-        links = json.loads(told)["links"]
-        parents: dict[str, set[str]] = {}
-        for link in links:
-            parents.setdefault(link["from"], set()).add(link["to"])
-
-        def below(name: str, seen: frozenset[str] = frozenset()) -> set[str]:
-            found: set[str] = set()
-            for child in parents.get(name, set()) - seen:
-                found |= {child} | below(child, seen | {name, child})
-            return found
-
-        return max(self.workers, key=lambda name: (len(below(name)), name))
+    def most_needed(self) -> tuple[str, int]:
+        """The relay that most workers are behind in the plan, and how many."""
+        planned = self.events("dissemination_planned")
+        if not planned or not planned[-1]["most_needed"]:
+            raise RuntimeError(f"no relay forwards anything in the plan; see {self.folder}")
+        most_needed: dict[str, int] = planned[-1]["most_needed"]
+        return next(iter(most_needed.items()))
 
     def installed(self, names: Sequence[str], limit_s: float) -> Mapping[str, float]:
         """Seconds since the publication, of those who must have it."""
@@ -198,10 +185,10 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="faults-") as folder, Wan(links) as wan:
         run = Run(wan, Path(folder), snapshot, names)
         run.published()
-        victim = ""
+        victim, num_behind = "", 0
         if fault != "none":
             time.sleep(half_s)
-            victim = run.busiest()
+            victim, num_behind = run.most_needed()
             if fault == "lie":
                 (Path(folder) / f"lie-{victim}").touch()
             else:
@@ -213,6 +200,7 @@ def measure(
         return {
             "fault": fault,
             "victim": victim,
+            "descendants": num_behind,
             "untouched_s": round(max(untouched), 2),
             "touched_s": round(found[touched], 2) if touched else None,
         }

@@ -14,9 +14,10 @@ from echo2.types import Version
 from echo2.weights.snapshot import Manifest
 from echo2.weights.store import write_version
 from echo2_learner.batch import TrainingBatch, Trajectory
-from echo2_learner.policy import DTYPES, Policy
+from echo2_learner.policy import Policy
 from echo2_learner.publish import DTYPE_NAMES
 from echo2_learner.trainer import Trainer
+from echo2_workers.engines.dtypes import MODEL_DTYPES
 from echo2_workers.models import model_folder
 
 GROUPS, GROUP_SIZE, TOKENS = 2, 4, 8
@@ -44,7 +45,7 @@ def training_versions(folder: Path, options: argparse.Namespace) -> Iterator[Man
 def publish(policy: Policy, folder: Path, dtype: str, *, step: int) -> Manifest:
     def buffers() -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]:
         for name, tensor in policy.published_tensors().items():
-            cast = tensor.detach().to(DTYPES[dtype]).contiguous()
+            cast = tensor.detach().to(MODEL_DTYPES[dtype]).contiguous()
             flat = cast.reshape(-1).view(torch.uint8)
             yield name, DTYPE_NAMES[cast.dtype], tuple(cast.shape), flat.numpy().data
 

@@ -95,8 +95,9 @@ def echo2_side(options: argparse.Namespace, batch: Any, gradients: Path) -> dict
     from echo2.config import LearnerTable
     from echo2.types import Version
     from echo2_learner.batch import TrainingBatch, Trajectory
-    from echo2_learner.policy import DTYPES, Policy
+    from echo2_learner.policy import Policy
     from echo2_learner.trainer import Trainer
+    from echo2_workers.engines.dtypes import MODEL_DTYPES
     from echo2_workers.models import model_folder
 
     torch.set_num_threads(options.threads)
@@ -130,7 +131,9 @@ def echo2_side(options: argparse.Namespace, batch: Any, gradients: Path) -> dict
             "loss": {"correction": "none"},
         }
     )
-    policy = Policy.load(model_folder(options.model), dtype=DTYPES[options.dtype], trained=True)
+    policy = Policy.load(
+        model_folder(options.model), dtype=MODEL_DTYPES[options.dtype], trained=True
+    )
     trainer = Trainer(policy, table, temperature=1.0)
     saver = trainer.optimizer.register_step_pre_hook(
         lambda *_: save_gradients(gradients, policy.trained_parameters())

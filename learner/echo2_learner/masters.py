@@ -1,7 +1,8 @@
 """float32 masters of weights that compute in a lower precision.
 
 Promise: the compute weights are the masters, rounded to nearest, after every `write_back`;
-so a version published in the compute precision is bit by bit what the learner computes with.
+so a version published in the precision of that rounding, which is the compute precision
+unless `rounding` names a lower one, is bit by bit what the learner computes with.
 Gradients of micro-batches are added up in float32: each is moved to its master as soon as it
 is complete, so that no second set of low-precision gradients lives.
 
@@ -21,9 +22,14 @@ class Masters:
     """`values` are leaves with gradients of their own, for the optimizer; by name."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        values: Mapping[str, Tensor],
+        *,
+        rounding: torch.dtype | None = None,
     ) -> None:
         self._parameters = dict(parameters)
+        self._rounding = rounding
         self.values = {
             name: values[name].detach().float().clone().requires_grad_() for name in parameters
         }
@@ -48,4 +54,5 @@ class Masters:
     def write_back(self) -> None:
         """Round the masters into the compute weights."""
         for name, parameter in self._parameters.items():
-            parameter.copy_(self.values[name])
+            value = self.values[name]
+            parameter.copy_(value if self._rounding is None else value.to(self._rounding))

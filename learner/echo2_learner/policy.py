@@ -17,7 +17,7 @@ Letters: B trajectories, T tokens (right-padded), N tokens in the loss.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -35,8 +35,6 @@ from echo2_learner import lora, shards
 from echo2_learner.head import Rows, TokenLogprobs
 from echo2_learner.masters import Masters
 from echo2_learner.packing import padded_rows, single_bundles
-
-DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 ASSET_FILES: Final = (
     "config.json",
@@ -57,13 +55,22 @@ class Policy:
     """A model with its weights on one device, in one dtype, or sharded over ranks.
 
     `forward_module` is what runs; `masters` the float32 weights behind those of a lower
-    precision, if they are kept here.
+    precision, if they are kept here. `weights_dtype`: the weights have values of this
+    precision, whatever they compute in.
     """
 
-    def __init__(self, module: nn.Module, folder: Path, *, masters: Masters | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        folder: Path,
+        *,
+        masters: Masters | None = None,
+        weights_dtype: torch.dtype | None = None,
+    ) -> None:
         self.module = module.eval()
         self.folder = folder
         self.masters = masters
+        self._weights_dtype = weights_dtype
         self.forward_module = TokenLogprobs(module)
         self.has_adapters = any(lora.is_adapter(name) for name, _ in module.named_parameters())
         self._device: torch.device | None = None
@@ -79,21 +86,30 @@ class Policy:
         trained: bool = False,
         adapters: LoraTable | None = None,
         attention: str = "sdpa",
+        weights_dtype: torch.dtype | None = None,
     ) -> Policy:
         """Read a Hugging Face folder. ConfigError when it is not one of a causal LM.
 
         `trained`: it will be; weights of a lower precision than float32 get masters, unless
         `adapters` are trained instead of them. `attention` as transformers names its kernels.
+        `weights_dtype`: a lower precision than `dtype`, to which the weights (of adapters,
+        what is beneath them) are rounded, while layers compute in `dtype`.
         """
         module = _load(folder, dtype, attention).to(device)
+        rounding = None if weights_dtype == dtype else weights_dtype
         if trained and adapters is not None and adapters.rank:
+            _round(module.parameters(), rounding)
             lora.add_adapters(module, adapters)
             return cls(module, folder)
         masters = None
-        if trained and dtype != torch.float32:
+        if trained and (dtype != torch.float32 or rounding is not None):
             exact = _load(folder, torch.float32, "sdpa").to(device)
-            masters = Masters(dict(module.named_parameters()), dict(exact.named_parameters()))
-        return cls(module, folder, masters=masters)
+            masters = Masters(
+                dict(module.named_parameters()), dict(exact.named_parameters()), rounding=rounding
+            )
+        else:
+            _round(module.parameters(), rounding)
+        return cls(module, folder, masters=masters, weights_dtype=rounding)
 
     @property
     def device(self) -> torch.device:
@@ -109,6 +125,11 @@ class Policy:
     def dtype(self) -> torch.dtype:
         """Of the weights that compute."""
         return self._dtype or next(self.module.parameters()).dtype
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        """The least precision that holds the weights exactly: the one to publish them in."""
+        return self._weights_dtype or self.dtype
 
     @property
     def is_sharded(self) -> bool:
@@ -128,6 +149,8 @@ class Policy:
         """To be called when the optimizer has stepped: the compute weights follow."""
         if self.masters is not None:
             self.masters.write_back()
+        else:
+            _round(self.module.parameters(), self._weights_dtype)
 
     def tensors(self) -> dict[str, Tensor]:
         """What makes up this policy beyond its folder, live, by name: the state dict without
@@ -274,6 +297,13 @@ def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+@torch.no_grad()
+def _round(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> None:
+    """In place, to the nearest value of `dtype`; None leaves them as they are."""
+    for tensor in tensors if dtype is not None else ():
+        tensor.copy_(tensor.to(dtype))
 
 
 def _load(folder: Path, dtype: torch.dtype, attention: str) -> nn.Module:

@@ -134,9 +134,9 @@ class PublishedVersions:
 
 
 class Publisher:
-    """Publishes `policy` in the dtype of `scratch`, a second model (sharded as the policy is):
-    it holds the last published version after a publication, and the log-probability check
-    borrows it."""
+    """Publishes `policy` in the `weights_dtype` of `scratch`, a second model (sharded as the
+    policy is): it holds the last published version after a publication, and the
+    log-probability check borrows it."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class Publisher:
         has logprobs that every precision computes closely; of tokens drawn at random, nearly
         impossible each, bfloat16 tells little: 0.1 nats of noise with 135 M parameters.
         """
-        self.scratch.load_tensors(self.policy.published_tensors(self.scratch.dtype))
+        self.scratch.load_tensors(self.policy.published_tensors(self.scratch.weights_dtype))
         if self._probe_tokens is None:
             self._probe_tokens = self.scratch.sample(NUM_PROBES, PROBE_LENGTH, seed=PROBE_SEED)
         tokens = self._probe_tokens
@@ -247,7 +247,7 @@ class Publisher:
         """The adapters as a version; before the first one, what they go onto."""
         policy, folder = self.policy, self.versions.folder
         if self._base is None:
-            base = policy.base_tensors(self.scratch.dtype)
+            base = policy.base_tensors(self.scratch.weights_dtype)
             manifest = write_version(
                 folder, _buffers(base.items()), metadata={"run": self._run_name}
             )
@@ -260,9 +260,11 @@ class Publisher:
         )
 
     def _wholes(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors one by one, gathered from all ranks."""
+        """The tensors one by one, gathered from all ranks, as they are published."""
+        computes, published = self.scratch.dtype, self.scratch.weights_dtype
         for name, tensor in self.scratch.tensors().items():
-            yield name, full(tensor)
+            whole = full(tensor)
+            yield name, whole.to(published) if whole.dtype == computes else whole
 
     def _origin(self) -> dict[str, Any]:
         """What the origin wrote about itself, read anew: it may have been restarted."""

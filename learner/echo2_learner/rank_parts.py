@@ -17,11 +17,12 @@ from echo2.config import Config
 from echo2.errors import ConfigError
 from echo2_learner.checkpoint import Checkpoint, CheckpointStore
 from echo2_learner.logprob_check import LogprobCheck
-from echo2_learner.policy import DTYPES, Policy, choose_device
+from echo2_learner.policy import Policy, choose_device
 from echo2_learner.publish import Publisher
 from echo2_learner.ranks import ALONE, Ranks
 from echo2_learner.sharding import Sharder, keep_gathered
 from echo2_learner.trainer import Trainer
+from echo2_workers.engines.dtypes import MODEL_DTYPES
 from echo2_workers.models import model_folder
 
 
@@ -98,13 +99,20 @@ def build_rank_parts(config: Config, run_dir: Path, *, resume: bool, ranks: Rank
 
 
 def _policies(config: Config, ranks: Ranks) -> tuple[Policy, Policy, Policy | None]:
-    """(the trained one, scratch in the published dtype, the reference where one is needed)."""
+    """(the trained one, scratch with the published weights, the reference where one is
+    needed)."""
     table = config.learner
     folder = model_folder(config.model.path)
     device = ranks.device(choose_device(table.device))
-    dtype, published = DTYPES[table.dtype], DTYPES[config.model.dtype]
+    dtype, published = MODEL_DTYPES[table.dtype], MODEL_DTYPES[config.model.dtype]
+    computes = MODEL_DTYPES[config.model.compute_dtype]
     needs_reference = table.loss.kl_coefficient > 0
     if ranks is not ALONE:
+        if computes != published:
+            raise ConfigError(
+                f'model.compute: "{config.model.compute}" with {config.model.dtype} weights needs '
+                'one learner process without ranks; set it to "auto"'
+            )
         sharder = Sharder(ranks, device, table.fsdp)
         return (
             sharder.load(folder, dtype=torch.float32, compute_dtype=dtype),
@@ -119,8 +127,9 @@ def _policies(config: Config, ranks: Ranks) -> tuple[Policy, Policy, Policy | No
             trained=True,
             adapters=table.lora,
             attention=table.attention,
+            weights_dtype=None if computes == published else published,
         ),
-        Policy.load(folder, dtype=published, device=device),
+        Policy.load(folder, dtype=computes, device=device, weights_dtype=published),
         Policy.load(folder, dtype=dtype, device=device) if needs_reference else None,
     )
 

@@ -47,7 +47,15 @@ class ModelTable(Table):
     path: str = "builtin:addition-1m"
     """Hugging Face folder of the policy, or "builtin:NAME" for one that is shipped."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which weights are published and sampled."""
+    """Precision in which weights are published."""
+    compute: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision in which layers compute with these weights, at workers and in the checks:
+    "auto" is dtype. "float32" with bfloat16 weights halves what travels, for hosts that
+    multiply faster, or have to agree more closely, in float32."""
+
+    @property
+    def compute_dtype(self) -> Literal["float32", "bfloat16"]:
+        return self.dtype if self.compute == "auto" else self.compute
 
 
 class EnvironmentTable(Table):
@@ -285,6 +293,9 @@ class WorkerTable(Table):
     this machine reaches the coordinator. The coordinator tries it before anyone is told."""
     uplink_mbit: Annotated[float, Field(ge=0, le=1e9)] = 0.0
     """Cap of what the relay forwards, in Mbit/s; 0: none."""
+    downlink_mbit: Annotated[float, Field(ge=0, le=1e9)] = 0.0
+    """What this machine's line can receive, in Mbit/s: relay trees count on no more, and on this
+    much until it was measured; 0: not known."""
     model_folder: str = "model"
     """With engine "none": where each version is put as a folder of safetensors, in place of the
     one before; inside RUN/workers/NAME unless it is absolute. "": versions are only relayed."""

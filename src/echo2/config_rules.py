@@ -192,14 +192,35 @@ def _updates(c: Config) -> str | None:
     )
 
 
+def _model_compute(c: Config) -> str | None:
+    if c.model.compute_dtype == "bfloat16" and c.model.dtype == "float32":
+        return (
+            '"bfloat16" needs model.dtype = "bfloat16": nobody computes with more of the weights '
+            'than that; set it, or leave compute at "auto"'
+        )
+    if c.model.compute_dtype != c.model.dtype and c.learner.ranks > 1:
+        return (
+            f'"{c.model.compute}" with {c.model.dtype} weights needs learner.ranks = 1, not '
+            f'{c.learner.ranks}: shards are not rounded; set it to "auto"'
+        )
+    return None
+
+
 def _learner_dtype(c: Config) -> str | None:
-    if c.learner.dtype == "float32" or c.model.dtype == "bfloat16":
+    if c.learner.dtype == "float32":
         return None
-    return (
-        f'"{c.learner.dtype}" needs model.dtype = "bfloat16", not "{c.model.dtype}": workers '
-        "would sample with other weights than those that compute in the learner; set "
-        'model.dtype = "bfloat16", or learner.dtype = "float32"'
-    )
+    if c.model.dtype != "bfloat16":
+        return (
+            f'"{c.learner.dtype}" needs model.dtype = "bfloat16", not "{c.model.dtype}": workers '
+            "would sample with other weights than those that compute in the learner; set "
+            'model.dtype = "bfloat16", or learner.dtype = "float32"'
+        )
+    if c.model.compute_dtype != "bfloat16":
+        return (
+            f'"{c.learner.dtype}" is less than model.compute = "{c.model.compute}", in which '
+            'workers compute; set learner.dtype = "float32", or model.compute = "auto"'
+        )
+    return None
 
 
 def _learning_rate_min(c: Config) -> str | None:
@@ -320,7 +341,8 @@ RULES: Final = (
         _updates,
     ),
     Rule("learner.ranks", ("learner.ranks", "learner.lora.rank", "learner.device"), _ranks),
-    Rule("learner.dtype", ("learner.dtype", "model.dtype"), _learner_dtype),
+    Rule("model.compute", ("model.compute", "model.dtype", "learner.ranks"), _model_compute),
+    Rule("learner.dtype", ("learner.dtype", "model.dtype", "model.compute"), _learner_dtype),
     Rule(
         "learner.learning_rate_min",
         ("learner.learning_rate_min", "learner.learning_rate"),

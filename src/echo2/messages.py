@@ -52,6 +52,7 @@ LEASES_PER_PEER_MAX: Final = 4096
 RELAY_PEERS_MAX: Final = 4096
 STRIPES_MAX: Final = 256
 DELTA_PATH_MAX: Final = 16
+STORED_MAX: Final = 8
 WORKERS_MAX: Final = 10_000
 
 
@@ -134,9 +135,11 @@ class WorkerHello(Message):
     """First message of a worker. Another protocol is refused with both numbers.
 
     `relay_endpoint` and `relay_key`: where its relay listens, if it does, and the key that
-    other relays know it by; `uplink_mbit`: its own cap of what it forwards, 0 without one.
+    other relays know it by; `uplink_mbit`: its own cap of what it forwards, 0 without one;
+    `downlink_mbit`: what its line can receive, 0 where it does not know.
     `slots`: groups that it works on at once. `held`: leases that it still works on after a
-    reconnect, reclaimed if they are still alive. `installed`: the version that it serves.
+    reconnect, reclaimed if they are still alive. `installed`: the version that it serves;
+    `stored`, while it serves none: manifests of versions on its disk, from which deltas lead on.
     """
 
     protocol: Annotated[int, Field(ge=0, le=2**31)]
@@ -152,9 +155,11 @@ class WorkerHello(Message):
     price_usd_per_h: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
     held: Annotated[tuple[LeaseName, ...], Field(max_length=LEASES_PER_PEER_MAX)] = ()
     installed: Version | None = None
+    stored: Annotated[tuple[Digest, ...], Field(max_length=STORED_MAX)] = ()
     relay_endpoint: Endpoint = ""
     relay_key: ServerKey = ""
     uplink_mbit: Mbit = 0.0
+    downlink_mbit: Mbit = 0.0
 
 
 @message(_C, "coordinator", "worker")

@@ -132,6 +132,7 @@ class Coordinator:
         self._metrics = CoordinatorMetrics()
         self._lag = LoopLag()
         self._context = make_context()
+        self._allow_list: AllowList | None = None
         self._tasks = OwnedTasks("coordinator")
         self._finished = asyncio.Event()
         self._finish: Finish | None = None
@@ -236,7 +237,8 @@ class Coordinator:
             folder = Path(net.keys_dir) if net.keys_dir else self.run_dir / "keys"
             keys = load_or_create_key(folder / "coordinator.key")
             self.public_key = keys.public
-            authenticator = Authenticator(self._context, AllowList(folder / "authorized"))
+            self._allow_list = AllowList(folder / "authorized")
+            authenticator = Authenticator(self._context, self._allow_list)
             await authenticator.start()
             self._exit.push_async_callback(authenticator.stop)
             self.own(authenticator.wait(), name="authenticator")
@@ -404,7 +406,8 @@ class Coordinator:
                 lease=message.lease, group=message.group, stage="engine", text=problem
             )
         if not isinstance(message, LaneOpened):
-            self.feed(Received(peer, message))
+            key = None if self._allow_list is None else self._allow_list.key_of(peer)
+            self.feed(Received(peer, message, key))
 
     def _on_refused(self, peer: PeerId | None, error: ProtocolError) -> None:
         log.warning("message_refused", peer=peer, reason=error.reason, text=str(error))

@@ -63,8 +63,10 @@ def a_config(**tables: dict[str, object]) -> Config:
 class ScriptedWorker:
     """Speaks the worker's protocol; answers each lease at once with two tokens."""
 
-    def __init__(self, run_dir: Path, name: str = "w-1", protocol: int = PROTOCOL) -> None:
-        self.name, self.protocol = name, protocol
+    def __init__(
+        self, run_dir: Path, name: str = "w-1", protocol: int = PROTOCOL, relay_key: str = ""
+    ) -> None:
+        self.name, self.protocol, self.relay_key = name, protocol, relay_key
         self.record = json.loads((run_dir / "coordinator.json").read_text())
         self.keys = load_or_create_key(run_dir / "keys" / f"{name}.key")
         AllowList(run_dir / "keys" / "authorized").authorize(name, self.keys.public)
@@ -101,6 +103,7 @@ class ScriptedWorker:
                 on_update="continue",
                 environment="null",
                 slots=8,
+                relay_key=self.relay_key,
             )
         )
 
@@ -266,6 +269,19 @@ async def test_another_protocol_is_refused_with_both_numbers(tmp_path: Path) -> 
         assert refused.fatal
         assert f"protocol {PROTOCOL}," in refused.text
         assert f"speaks {PROTOCOL + 41}" in refused.text
+
+
+async def test_a_relay_key_that_is_another_than_the_worker_s_own_is_refused(
+    tmp_path: Path,
+) -> None:
+    async with (
+        Coordinator(a_config(), run_dir=tmp_path) as coordinator,
+        a_worker(tmp_path, relay_key=coordinator.public_key) as worker,
+    ):
+        refused = await worker.wait_for(Refused)
+        assert isinstance(refused, Refused)
+        assert (refused.reason, refused.fatal) == ("relay_key", True)
+        assert worker.keys.public[:8] in refused.text
 
 
 async def test_messages_before_the_hello_are_refused_and_counted(tmp_path: Path) -> None:

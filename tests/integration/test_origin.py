@@ -30,9 +30,10 @@ from echo2.messages import (
     Role,
 )
 from echo2.net.auth import AllowList, Authenticator, KeyPair, load_or_create_key
-from echo2.net.relay import FetchLimits, Relay
+from echo2.net.relay import Relay
 from echo2.net.router import Router
 from echo2.net.sockets import close_context, make_context
+from echo2.net.version_fetch import FetchLimits
 from echo2.types import PeerId
 from echo2.weights.origin import Origin
 from echo2.weights.snapshot import Manifest

@@ -16,8 +16,9 @@ from echo2.config import Config
 from echo2.errors import WeightsError
 from echo2.messages import Chunk, Message
 from echo2.net.auth import AllowList, KeyPair
-from echo2.net.relay import FetchLimits, Relay
+from echo2.net.relay import Relay
 from echo2.net.sockets import close_context, make_context
+from echo2.net.version_fetch import FetchLimits
 from echo2.types import PeerId, RelayPeer, Stripe
 from echo2.weights.origin import Origin
 from echo2.weights.snapshot import Manifest

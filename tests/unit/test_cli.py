@@ -101,6 +101,7 @@ def test_check_prints_what_resolves_and_what_follows(echo2: Echo2, a_config: Pat
         "--set", "dispatch.group_size=4",
         "--set", "learner.steps=120",
         "--set", "eval.every_steps=50",
+        "--set", "worker.downlink_mbit=200",
     )  # fmt: skip
     assert answer.code == 0
     for told in (
@@ -115,6 +116,7 @@ def test_check_prints_what_resolves_and_what_follows(echo2: Echo2, a_config: Pat
         "4 of 256 trajectories each: at step 0, every 50 steps and at the end",
         "control 127.0.0.1:any free port",
         "CURVE on every socket, allow-list in",
+        "workers forward what their uplinks carry and receive 200 Mbit/s at most",
         "no prices given",
         "runs/tiny",
     ):

@@ -122,6 +122,19 @@ def test_a_rule_is_not_told_about_a_value_that_is_wrong_itself() -> None:
         ({"eval": {"every_steps": 5, "num_tasks": 70_000}}, "eval.num_tasks: 70000 exceeds"),
         ({"eval": {"every_steps": 5, "num_tasks": 0}}, "eval.num_tasks = 0: allowed is an integer"),
         ({"learner": {"updates_per_step": 8, "groups_per_step": 4}}, "learner.updates_per_step: 8"),
+        ({"model": {"compute": "bfloat16"}}, 'model.compute: "bfloat16" needs model.dtype'),
+        (
+            {"model": {"dtype": "bfloat16", "compute": "float32"}, "learner": {"ranks": 2}},
+            "needs learner.ranks = 1, not 2",
+        ),
+        ({"learner": {"dtype": "bfloat16"}}, 'learner.dtype: "bfloat16" needs model.dtype'),
+        (
+            {
+                "model": {"dtype": "bfloat16", "compute": "float32"},
+                "learner": {"dtype": "bfloat16"},
+            },
+            'is less than model.compute = "float32"',
+        ),
         ({"sampling": {"max_tokens": 2**21}}, "sampling.max_tokens: 2097152 exceeds the 1048576"),
         (
             {"sampling": {"max_tokens": 2**18}, "dispatch": {"group_size": 1024}},

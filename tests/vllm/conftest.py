@@ -82,6 +82,21 @@ class Models:
             self._models[seed] = model
         return self._models[seed]
 
+    def rounded(self, seed: int) -> StoredTensors:
+        """Model `seed` from now on: its weights are bfloat16's, and so stored."""
+        import torch
+
+        tensors = []
+        for name, parameter in self.model(seed).named_parameters():
+            half = parameter.bfloat16()
+            parameter.copy_(half)
+            content = memoryview(half.view(torch.uint8).numpy().tobytes())
+            tensors.append((name, "BF16", tuple(half.shape), content))
+        digest = write_version(self.folder, tensors, kind="weights", metadata={}).manifest_digest
+        stored = open_version(self.folder, digest)
+        assert stored is not None
+        return StoredTensors(stored.tensors(), folder=self.folder, digest=digest)
+
     def stored(self, seed: int) -> StoredTensors:
         if seed not in self._stored:
             tensors = [

@@ -237,6 +237,25 @@ def test_a_version_that_does_not_fit_changes_nothing(
     assert parts(models, here.done[0])[0].max() < EXACT
 
 
+def test_bfloat16_weights_compute_in_float32_where_that_is_asked_for(
+    bench: Callable[..., Any], models: Any
+) -> None:
+    import torch
+
+    from echo2_workers.engines.vllm_tensors import expected_tensors
+
+    here = bench()
+    here.core._expected = expected_tensors(models.assets, torch.bfloat16)
+    with pytest.raises(EngineError, match="is F32"):
+        here.install(models.stored(2), V2)
+    here.install(models.rounded(7), V2)
+    here.ask(PROMPT, seed=1)
+    here.finish()
+    (generated,) = here.done.values()
+    assert generated.spans == (Span(V2, 0, 40),)
+    assert models.difference(7, PROMPT, generated) < EXACT
+
+
 def test_after_a_load_that_broke_off_a_whole_one_mends_all(
     bench: Callable[..., Any], models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

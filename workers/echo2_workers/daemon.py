@@ -182,18 +182,19 @@ class WorkerDaemon:
         return 0
 
     async def _start_relay(self) -> None:
-        """Before the hello, which tells where it listens."""
+        """Before the hello, which tells where it listens and what is here already."""
         listens_at = await self._downloads.start()
-        if not self._config.worker.relay:
-            return
-        keys = self._identity.keys
-        settings = replace(
-            self._settings,
-            relay_endpoint=self._config.worker.relay_endpoint or listens_at,
-            relay_key="" if keys is None else keys.public,
-        )
+        stored = await asyncio.to_thread(self._downloads.stored)
+        settings = replace(self._settings, stored=stored)
+        if self._config.worker.relay:
+            keys = self._identity.keys
+            settings = replace(
+                settings,
+                relay_endpoint=self._config.worker.relay_endpoint or listens_at,
+                relay_key="" if keys is None else keys.public,
+            )
+            log.info("relay_started", endpoint=settings.relay_endpoint)
         self._core = WorkerState(settings)
-        log.info("relay_started", endpoint=settings.relay_endpoint)
 
     async def _close(self) -> None:
         """Messages first, so that the goodbye leaves before anything can take time; each

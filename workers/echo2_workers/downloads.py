@@ -18,12 +18,15 @@ import zmq.asyncio
 
 from echo2.core import worker_events as events
 from echo2.errors import ConfigError, WeightsError
-from echo2.net.relay import Relay, in_thread
+from echo2.messages import STORED_MAX
+from echo2.net.relay import Relay
 from echo2.net.tasks import OwnedTasks
 from echo2.types import RelayPeer
 from echo2.weights.adapter import adapter_base
 from echo2.weights.delta import BASE_KEY, apply_delta
+from echo2.weights.delta_layout import KINDS as DELTA_KINDS
 from echo2.weights.store import ChunkStore, StoredVersion, read_assets
+from echo2.weights.threads import in_thread
 from echo2_workers.identity import Identity
 
 log = structlog.get_logger(__name__)
@@ -73,6 +76,11 @@ class Downloads:
     async def wait(self) -> None:
         """Until closed; raises what crashed."""
         await self._tasks.wait()
+
+    def stored(self) -> tuple[str, ...]:
+        """Manifests of complete versions on the disk that a delta may start from, the last
+        used first. Reads the disk."""
+        return self._store.complete(DELTA_KINDS, most=STORED_MAX)
 
     def set_peers(self, peers: Iterable[RelayPeer]) -> None:
         try:

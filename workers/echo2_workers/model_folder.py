@@ -28,11 +28,11 @@ import structlog
 
 from echo2.errors import ConfigError, EngineError, WeightsError
 from echo2.messages import VersionAnnounced
-from echo2.net.relay import in_thread
 from echo2.weights.adapter import adapter_base
 from echo2.weights.files import disk_errors, sync_folder, write_whole
 from echo2.weights.model_files import MARKER_NAME, marker
 from echo2.weights.safetensors_file import write_safetensors
+from echo2.weights.threads import in_thread
 from echo2.weights.versions import StoredVersion, open_version, read_assets
 from echo2_workers.engine import Generated, GenerateRequest
 from echo2_workers.engine_process import InstallOrder

@@ -34,6 +34,7 @@ def settings_of(config: Config, name: str, environment_version: str) -> WorkerSe
         environment_version=environment_version,
         on_update=worker.on_update,
         uplink_mbit=worker.uplink_mbit,
+        downlink_mbit=worker.downlink_mbit,
         slots=worker.slots,
         price_usd_per_h=worker.price_usd_per_h,
         needs_weights=worker.engine not in ("null", "none"),
@@ -79,7 +80,7 @@ def precision_of(config: Config) -> str:
         return "none"
     if worker.engine == "vllm" and worker.vllm.quantization:
         return precision_class(worker.vllm.quantization)
-    return config.model.dtype
+    return config.model.compute_dtype
 
 
 def make_engine(config: Config, *, on_died: Callable[[str], None]) -> EngineHandle:
@@ -87,7 +88,8 @@ def make_engine(config: Config, *, on_died: Callable[[str], None]) -> EngineHand
     worker = config.worker
     if worker.engine == "null":
         return LocalEngine(NullEngine(**worker.null.model_dump()))
-    settings: dict[str, Any] = {"dtype": config.model.dtype}
+    model = config.model
+    settings: dict[str, Any] = {"dtype": model.compute_dtype, "weights_dtype": model.dtype}
     if worker.engine == "transformers":
         settings |= worker.transformers.model_dump()
     if worker.engine == "vllm":

@@ -210,9 +210,20 @@ def _network(c: Config, folder: Path) -> list[Fact]:
         http = "HTTP on loopback" + (" with a token" if c.http.token else "")
     else:
         http = "HTTP for other machines, with a token"
+    up, down = c.worker.uplink_mbit, c.worker.downlink_mbit
+    lines = [
+        f"forward {f'{up:g} Mbit/s at most' if up else 'what their uplinks carry'}",
+        f"receive {f'{down:g} Mbit/s at most' if down else 'what is measured'}",
+    ]
+    relays = " and ".join(lines) if c.worker.relay else "off: all comes from the origin"
     return [
         Fact("endpoints", {k: f"{h}:{p}" for k, (h, p) in ports.items()}, ", ".join(told)),
         Fact("security", {"curve": c.net.curve, "keys": keys}, f"{security}; {http}"),
+        Fact(
+            "relays",
+            {"on": c.worker.relay, "uplink_mbit": up, "downlink_mbit": down},
+            f"workers {relays}" if c.worker.relay else relays,
+        ),
     ]
 
 

@@ -37,13 +37,13 @@ from echo2.learner_client import LearnerClient
 from echo2.learner_transport import SocketTransport
 from echo2.logs import setup_logging
 from echo2.messages import LearnerWelcome, VersionPublished
-from echo2.net.relay import in_thread
 from echo2.net.sockets import close_context, is_loopback, make_context
 from echo2.net.tasks import OwnedTasks
 from echo2.types import BroadcastWorker, Task, Version
 from echo2.weights.origin import Origin
 from echo2.weights.published_folder import PublishedFolder, Written
 from echo2.weights.safetensors_file import read_safetensors_folder
+from echo2.weights.threads import in_thread
 
 ASK_S: Final = 0.2
 SHOWN_MAX: Final = 64

@@ -94,7 +94,8 @@ class CoordinatorState:
             self._start()
         if state.finished is None:
             match event:
-                case Received(peer, message):
+                case Received(peer, message, key):
+                    state.verified_key = key
                     self._received(peer, message)
                 case Persisted(record_id):
                     self._persisted(record_id)

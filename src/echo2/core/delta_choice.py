@@ -9,7 +9,7 @@ planned together, since only they can forward it to each other.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,16 +18,17 @@ from echo2.messages import DELTA_PATH_MAX, VersionPublished
 from echo2.types import PeerId
 
 OFFERS_MAX: Final = 16
-STEPS_MAX: Final = min(8, DELTA_PATH_MAX)
+STEPS_MAX: Final = DELTA_PATH_MAX
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """`path`: deltas to fetch and apply, () for the whole version. `num_bytes`: what is left
-    to fetch of its last part."""
+    """`path`: deltas to fetch and apply, () for the whole version. `num_bytes`: those of its
+    last part, `total_bytes` those of all."""
 
     path: tuple[str, ...]
     num_bytes: int
+    total_bytes: int
 
     @property
     def last(self) -> str:
@@ -52,9 +53,13 @@ class DeltaOffers:
         while len(self._offers) > OFFERS_MAX:
             self._offers.popitem(last=False)
 
+    def leading_to(self, target: str) -> Iterator[str]:
+        """The deltas that make the version with this manifest."""
+        return (digest for digest, found in self._offers.items() if found.target == target)
+
     def way(self, published: VersionPublished, have: str | None) -> Way:
         """The cheapest for a worker that has the version `have` (a manifest's digest)."""
-        whole = Way((), published.num_bytes)
+        whole = Way((), published.num_bytes, published.num_bytes)
         if have is None or have == published.manifest_digest:
             return whole
         want = published.manifest_digest
@@ -62,7 +67,8 @@ class DeltaOffers:
         found = cheapest_path(have, want, [full, *self._offers.values()], steps_max=STEPS_MAX)
         if not found or any(artifact.base is None for artifact in found):
             return whole
-        return Way(tuple(artifact.digest for artifact in found), found[-1].num_bytes)
+        total_bytes = sum(artifact.num_bytes for artifact in found)
+        return Way(tuple(artifact.digest for artifact in found), found[-1].num_bytes, total_bytes)
 
 
 def main_group(ways: Mapping[PeerId, Way]) -> list[PeerId]:

@@ -60,6 +60,24 @@ class RelayPlan:
         """All (parent, child) over which chunks flow, in any tree."""
         return frozenset((p, c) for tree in self.trees for c, p in tree.parents.items())
 
+    def descendants(self) -> dict[str, int]:
+        """To how many workers chunks come through each worker, in whatever tree; only of those
+        that forward. The first has the most, of equal ones the first by name."""
+        bits = {name: 1 << place for place, name in enumerate(self.arrivals_s)}
+        below = dict.fromkeys(bits, 0)
+        for tree in self.trees:
+            children = tree.children()
+            order = [parent for parent in children if parent not in tree.parents]
+            for host in order:  # it grows meanwhile: everybody behind who sends to them
+                order += children.get(host, ())
+            reached = dict.fromkeys(order, 0)
+            for child in reversed(order):
+                if child in tree.parents:
+                    reached[tree.parents[child]] |= reached[child] | bits[child]
+                    below[child] |= reached[child]
+        counts = {name: found.bit_count() for name, found in sorted(below.items()) if found}
+        return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
 
 def plan_problem(
     plan: RelayPlan,

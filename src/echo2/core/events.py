@@ -10,10 +10,12 @@ from echo2.types import PeerId
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A decoded, validated message from a peer whose key was verified."""
+    """A decoded, validated message from a peer whose key was verified: `key`, None without
+    CURVE."""
 
     peer: PeerId
     message: Message
+    key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

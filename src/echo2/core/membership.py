@@ -28,8 +28,8 @@ class WorkerState(enum.Enum):
 class Worker:
     """`latency_s` of a lease from grant to result; `slowest_rate` in tokens/s of a lease;
     `announced_times`: how often the worker was told of the version `announced`;
-    `rests_until`: no lease before, since it refused one; `relay_endpoint`, `relay_key` and
-    `uplink_mbit` as it named them (0: no cap)."""
+    `rests_until`: no lease before, since it refused one; `relay_endpoint`, `relay_key`,
+    `uplink_mbit` and `downlink_mbit` as it named them (0: no cap)."""
 
     peer: PeerId
     engine: str
@@ -56,6 +56,9 @@ class Worker:
     relay_endpoint: str = ""
     relay_key: str = ""
     uplink_mbit: float = 0.0
+    downlink_mbit: float = 0.0
+    stored: tuple[str, ...] = ()
+    """Manifests of versions on its disk when it came."""
 
     @property
     def state_name(self) -> str:

@@ -41,6 +41,14 @@ class RelayDesk:
             verdict = address_verdict(hello.relay_endpoint)
             if not verdict:
                 return "relay_endpoint", verdict.reason
+        key = self.state.verified_key
+        if hello.relay_key and key is not None and hello.relay_key != key:
+            return (
+                "relay_key",
+                f"worker {peer} came with the key {key[:8]}... and names {hello.relay_key[:8]}... "
+                "as its relay's; a relay has the key of its worker, by which others know it; "
+                "restart the worker with the key that is in the allow-list as its own",
+            )
         for other in self.state.members.workers.values() if hello.relay_key else ():
             if other.relay_key == hello.relay_key and other.peer != peer:
                 return (
@@ -145,7 +153,8 @@ class RelayDesk:
 
     def installed(self, peer: PeerId, message: VersionInstalled) -> None:
         state = self.state
-        state.relays.rates.installed(peer, message.manifest_digest, state.now)
+        ended = {message.manifest_digest, *state.deltas.leading_to(message.manifest_digest)}
+        state.relays.rates.installed(peer, ended, state.now)
         done = state.broadcasts.installed(
             message.version,
             peer,

@@ -2,7 +2,7 @@
 
 A stripe names the way up its tree, parent first; the origin stands behind the last and is not
 named. Index k of every worker's stripes is tree k. Also the part of a worker that joins late,
-which follows no tree: equal stripes of one source each.
+which follows no tree: an equal stripe from each source, behind which the others stand.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from echo2.types import Name, PeerId, Stripe, Version
 SOURCES_MAX: Final = 64
 """Most ancestors that a stripe names; the origin stands behind them however many there are."""
 JOINER_SOURCES_MAX: Final = 3
+MOST_NEEDED_MAX: Final = 8
+"""Relays of which the records tell how many workers are behind them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ def planned_fields(version: Version, plan: RelayPlan) -> dict[str, Any]:
         "bound_s": plan.bound_s,
         "trees": len(plan.trees),
         "connections": len(plan.connections),
+        "most_needed": dict(list(plan.descendants().items())[:MOST_NEEDED_MAX]),
         "reason": plan.reason,
     }
 
@@ -113,12 +116,13 @@ def planned_shares(plan: RelayPlan) -> dict[str, float]:
 
 
 def joiner_part(sources: Sequence[PeerId], num_chunks: int) -> RelayPart:
-    """Equal stripes, one for each source."""
+    """Equal stripes, one for each source. If that is slow or gone the next one helps, before
+    the origin does; none of them waits for the joiner, so no two wait for each other."""
     if not sources or num_chunks < 1:
         return RelayPart()
     sizes = stripe_sizes(num_chunks, [1.0] * len(sources))
     return RelayPart(
-        tuple(Stripe(size, (name,)) for name, size in zip(sources, sizes, strict=True) if size)
+        tuple(Stripe(size, (*sources[k:], *sources[:k])) for k, size in enumerate(sizes) if size)
     )
 
 

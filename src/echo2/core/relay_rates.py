@@ -12,9 +12,9 @@ That much was carried, so it can be. A reading is a *measurement*, which can low
 too, if this host was what held the transfer up:
 
 - U, if on a busy link the sender had what it owed, and the receiver's downlink was not full:
-  never measured, or D < FULL_SHARE · d. The origin has all; so has a worker that serves the
-  version, whose own fetch was done in HELD_SHARE of the s of that link, or whose links for the
-  same tree were. A relay that waits for its own parent says nothing of its uplink.
+  neither measured nor told, or D < FULL_SHARE · d. The origin has all; so has a worker that
+  serves the version, whose own fetch was done in HELD_SHARE of the s of that link, or whose
+  links for the same tree were. A relay that waits for its own parent says nothing of its uplink.
 - D, if on every busy link the sender had what it owed, and room: Σ r over all its links, the
   most that it can have sent at once, is below FULL_SHARE of what it is proven to carry. In
   doubt it was the sender, since few links are slower downwards.
@@ -153,12 +153,17 @@ Suppliers = Callable[[Name, Name, Digest], Collection[Name] | None]
 where there is no such plan."""
 
 
+ToldDownMbit = Callable[[Name], float | None]
+"""What a worker said of its own downlink; None if it said nothing, or is not here."""
+
+
 class RelayRates:
     """The rates of the origin and of all workers that were heard of, by name."""
 
-    def __init__(self, suppliers: Suppliers) -> None:
+    def __init__(self, suppliers: Suppliers, told_down_mbit: ToldDownMbit) -> None:
         self.hosts: dict[Name, HostRates] = {ORIGIN: HostRates()}
         self._suppliers = suppliers
+        self._told_down_mbit = told_down_mbit
         self._receivers: dict[Name, set[Name]] = {}
 
     def host(self, name: Name) -> HostRates:
@@ -192,11 +197,11 @@ class RelayRates:
             began_at = now - max((link.seconds for link in report.links), default=0.0)
             fetch = Fetch(report.manifest_digest, began_at, now, report.num_chunks, 0)
             host.fetch = fetch
-        fetch.reported_at, fetch.num_missing = now, report.num_missing
         if report.num_missing:
             fetch.done_at = None
         elif fetch.done_at is None:
-            fetch.done_at = now
+            fetch.done_at = _ended_at(fetch, report, now)
+        fetch.reported_at, fetch.num_missing = now, report.num_missing
         fetch.links = new
         for name in new:
             self._receivers.setdefault(name, set()).add(receiver)
@@ -210,10 +215,11 @@ class RelayRates:
                 found.append((name, faults, silences))
         return found
 
-    def installed(self, name: Name, digest: Digest, now: float) -> None:
-        """Nothing of that version is missing there, whether or not its last report came."""
+    def installed(self, name: Name, digests: Collection[Digest], now: float) -> None:
+        """Nothing of these, a version and the deltas that make it, is missing there, whether or
+        not the last report came."""
         host = self.hosts.get(name)
-        if host is not None and host.fetch is not None and host.fetch.digest == digest:
+        if host is not None and host.fetch is not None and host.fetch.digest in digests:
             host.fetch.num_missing = 0
             if host.fetch.done_at is None:
                 host.fetch.done_at = now
@@ -270,9 +276,14 @@ class RelayRates:
         return any(
             other.is_busy(link)
             and self._had(sender, name, other, holders)
-            and not _is_full(other.in_mbit, self.hosts[name].down.is_full_at)
+            and not self._is_full(name, other)
             for name, other, link in self._overlapping(sender, fetch)
         )
+
+    def _is_full(self, receiver: Name, fetch: Fetch) -> bool:
+        """Was its downlink, as far as that is known?"""
+        limits = (self.hosts[receiver].down.is_full_at, self._told_down_mbit(receiver))
+        return any(mbit is not None and fetch.in_mbit >= FULL_SHARE * mbit for mbit in limits)
 
     def _had(self, sender: Name, receiver: Name, fetch: Fetch, holders: Collection[Name]) -> bool:
         """Did the sender have what it owed, for the most of the time?"""
@@ -312,6 +323,18 @@ def _goes_on(fetch: Fetch, report: RelayReport) -> bool:
     )
 
 
+def _ended_at(fetch: Fetch, report: RelayReport, now: float) -> float:
+    """A delta is applied before its last report leaves: what comes after the last second in
+    which anything was owed is no part of the fetch. Of one that is told at once, now."""
+    if not fetch.links:
+        return now
+    grown = [
+        link.seconds - (fetch.links[link.peer].seconds if link.peer in fetch.links else 0.0)
+        for link in report.links
+    ]
+    return min(now, fetch.reported_at + max(0.0, *grown))
+
+
 def _mbit(num_bytes: int, seconds: float) -> float:
     return num_bytes * 8 / 1e6 / max(seconds, READING_S_MIN)
 
@@ -323,7 +346,3 @@ def _owed(link: LinkReport) -> float:
 
 def _increase(before: int, after: int) -> int:
     return after - before if after >= before else after
-
-
-def _is_full(used: float, mbit: float | None) -> bool:
-    return mbit is not None and used >= FULL_SHARE * mbit

@@ -63,7 +63,7 @@ class Relays:
     def __init__(self, settings: CoordinatorSettings, members: Members) -> None:
         self.settings = settings
         self.members = members
-        self.rates = RelayRates(self._suppliers)
+        self.rates = RelayRates(self._suppliers, self._told_down_mbit)
         self.standings: dict[PeerId, Standing] = {}
         self.changed = False
         self.listed: dict[str, RelayPeer] = {}
@@ -102,6 +102,10 @@ class Relays:
         """The uplink as measured, at most its cap; the cap where nothing was measured; None
         where neither is known."""
         return _capped(self.rates.host(worker.peer).up.mbit, worker.uplink_mbit)
+
+    def down_mbit(self, worker: Worker) -> float | None:
+        """The downlink, likewise."""
+        return _capped(self.rates.host(worker.peer).down.mbit, worker.downlink_mbit)
 
     @property
     def origin_mbit(self) -> float | None:
@@ -209,6 +213,10 @@ class Relays:
         one, other = planned.parts.get(PeerId(sender)), planned.parts.get(PeerId(receiver))
         return suppliers(one, other, sender) if one and other else None
 
+    def _told_down_mbit(self, name: Name) -> float | None:
+        worker = self.members.get(PeerId(name))
+        return None if worker is None else worker.downlink_mbit or None
+
     def _joiner_sources(self, planned: _Planned, joiner: Worker, now: float) -> list[PeerId]:
         # Whoever was never named as a source has no share, and no followers.
         named = joiner.peer in planned.shares
@@ -234,12 +242,12 @@ class Relays:
         return [worker.peer for worker in found[:JOINER_SOURCES_MAX]]
 
     def _host(self, worker: Worker, now: float) -> Host:
-        rates, standing = self.rates.host(worker.peer), self.standing(worker.peer)
+        standing = self.standing(worker.peer)
         forwards = self.forward_verdict(worker, now)
         return Host(
             worker.peer,
             up_mbit=self.up_mbit(worker) if forwards else 0.0,
-            down_mbit=rates.down.mbit,
+            down_mbit=self.down_mbit(worker),
             rtt_s=standing.rtt_s,
             accepts=standing.accepts,
         )

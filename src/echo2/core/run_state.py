@@ -7,6 +7,7 @@ collects the effects of the event under way.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -86,11 +87,13 @@ class Restored:
 
 
 class RunState:
-    """`step` is v. `pending` holds records that are not durable yet, by id."""
+    """`step` is v. `pending` holds records that are not durable yet, by id. `verified_key` is
+    that of the message that is handled now."""
 
     def __init__(self, settings: CoordinatorSettings, restored: Restored | None = None) -> None:
         self.settings = settings
         self.now = 0.0
+        self.verified_key: str | None = None
         self.step = 0
         self.lineage = Lineage()
         self.book = GroupBook(staleness_max=settings.staleness_max)
@@ -316,7 +319,7 @@ class RunState:
         ways = {peer: self._way(version, peer) for peer in peers}
         group = main_group(ways)
         published = self.announcements[version]
-        way = ways[group[0]] if group else Way((), 0)
+        way = ways[group[0]] if group else Way((), 0, 0)
         digest = way.last or published.manifest_digest
         artifact = replace(published, num_bytes=way.num_bytes, manifest_digest=digest)
         plan = self.relays.plan(artifact, group, self.now)
@@ -327,11 +330,16 @@ class RunState:
             self.broadcasts.begin(version, active=active, now=self.now, plan=plan)
 
     def _way(self, version: Version, peer: PeerId) -> Way:
-        """Deltas from what the worker has installed, or the whole version."""
+        """Deltas from what the worker has, or the whole version."""
         worker = self.members.get(peer)
-        installed = None if worker is None else worker.installed
-        have = None if installed is None else self.lineage.published.get(installed)
-        return self.deltas.way(self.announcements[version], have)
+        if worker is None:
+            has: Sequence[str | None] = (None,)
+        elif worker.installed is None:
+            has = (None, *worker.stored)
+        else:
+            has = (self.lineage.published.get(worker.installed),)
+        ways = (self.deltas.way(self.announcements[version], have) for have in has)
+        return min(ways, key=lambda way: way.total_bytes)
 
     def tell_relays(self, peer: PeerId) -> None:
         """The list of relays, if the worker has not been told of it."""

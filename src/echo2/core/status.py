@@ -81,14 +81,13 @@ def _relay(state: RunState, worker: Worker) -> dict[str, Any] | None:
         return None
     standing = relays.standing(worker.peer)
     forwards = relays.forward_verdict(worker, state.now)
-    rates = relays.rates.host(worker.peer)
     return {
         "endpoint": worker.relay_endpoint,
         "accepts": standing.accepts,
         "forwards": forwards.ok,
         "reason": forwards.reason or standing.reason,
         "up_mbit": _rounded(relays.up_mbit(worker)),
-        "down_mbit": _rounded(rates.down.mbit),
+        "down_mbit": _rounded(relays.down_mbit(worker)),
         "rtt_s": _rounded(standing.rtt_s),
         "reports_ignored": standing.reports_ignored,
     }

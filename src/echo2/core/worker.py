@@ -141,10 +141,12 @@ class WorkerState:
             relay_endpoint=settings.relay_endpoint,
             relay_key=settings.relay_key,
             uplink_mbit=settings.uplink_mbit,
+            downlink_mbit=settings.downlink_mbit,
             slots=settings.slots,
             price_usd_per_h=settings.price_usd_per_h,
             held=self.leases.held,
             installed=self.versions.serving,
+            stored=settings.stored if self.versions.serving is None else (),
         )
         return [Send(hello)]
 

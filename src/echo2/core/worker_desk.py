@@ -66,6 +66,8 @@ class WorkerDesk:
             relay_endpoint=hello.relay_endpoint,
             relay_key=hello.relay_key,
             uplink_mbit=hello.uplink_mbit,
+            downlink_mbit=hello.downlink_mbit,
+            stored=hello.stored,
         )
         if known is not None:
             worker.latency_s, worker.install_s = known.latency_s, known.install_s

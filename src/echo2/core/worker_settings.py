@@ -24,6 +24,9 @@ class WorkerSettings:
     relay_endpoint: str = ""
     relay_key: str = ""
     uplink_mbit: float = 0.0
+    downlink_mbit: float = 0.0
+    stored: tuple[str, ...] = ()
+    """Manifests of versions that were on the disk at the start."""
     slots: int = 1
     price_usd_per_h: float = 0.0
     needs_weights: bool = True

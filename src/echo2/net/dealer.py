@@ -38,7 +38,7 @@ from echo2.errors import (
 )
 from echo2.messages import Lane, Message, Role
 from echo2.net.keys import KeyPair, check_name, check_public_key
-from echo2.net.out_queue import OutQueue
+from echo2.net.out_queue import OutQueue, send_frames
 from echo2.net.sockets import LANES, check_endpoint, dealer_socket, monitor_socket
 from echo2.net.tasks import Backoff, OwnedTasks
 from echo2.net.wakeups import Wakeups, is_ready
@@ -351,7 +351,7 @@ class Dealer:
         num_messages = 0
         while self._queue and num_messages < _SENT_PER_TURN:
             try:
-                socket.send_multipart(self._queue.first(), zmq.NOBLOCK, copy=False)
+                send_frames(socket, self._queue.first())
             except zmq.Again:
                 break
             self._queue.pop()

@@ -156,6 +156,10 @@ class AllowList:
         """Whether `public_key` is that of `name`, as of the last `refresh`."""
         return self._key_of.get(name) == public_key
 
+    def key_of(self, name: str) -> str | None:
+        """The key of `name`, as of the last `refresh`; None: it is not on the list."""
+        return self._key_of.get(name)
+
     def names(self) -> tuple[str, ...]:
         self.refresh()
         return tuple(sorted(self._key_of))

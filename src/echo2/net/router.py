@@ -37,7 +37,7 @@ from echo2.errors import ConfigError, LocalProtocolError, ProtocolError, RemoteP
 from echo2.messages import Lane, Message, Role
 from echo2.net.auth import KEY_PROPERTY, Authenticator
 from echo2.net.keys import NAME_PATTERN, KeyList, KeyPair
-from echo2.net.out_queue import OutQueue
+from echo2.net.out_queue import OutQueue, send_frames
 from echo2.net.sockets import LANES, check_endpoint, monitor_socket, router_socket, split_endpoint
 from echo2.net.tasks import OwnedTasks
 from echo2.net.wakeups import Wakeups, is_ready
@@ -360,7 +360,7 @@ class Router:
         num_messages = num_bytes = 0
         while state.queue and num_messages < _SENT_PER_PEER_AND_TURN:
             try:
-                socket.send_multipart([state.route, *state.queue.first()], zmq.NOBLOCK, copy=False)
+                send_frames(socket, [state.route, *state.queue.first()])
             except zmq.Again:
                 break  # its pipe is full
             except zmq.ZMQError as error:

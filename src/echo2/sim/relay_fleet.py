@@ -26,7 +26,8 @@ TOLD_S: Final = 0.2
 
 
 class RelayFleet:
-    """`hosts`: the workers, as the plans know them; all are started. `limits` of every fetch."""
+    """`hosts`: the workers, as the plans know them; all are started. `limits` of every fetch.
+    `buffer_bytes`: what each link takes before the uplink does."""
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class RelayFleet:
         num_chunks: int,
         chunk_bytes: int,
         limits: Limits | None = None,
+        buffer_bytes: int = 0,
         seed: int = 0,
     ) -> None:
         self.rng = Random(seed)
@@ -52,6 +54,7 @@ class RelayFleet:
         self._origin = origin
         self._num_chunks = num_chunks
         self._chunk_bytes = chunk_bytes
+        self._buffer_bytes = buffer_bytes
         self._limits = limits or Limits(window_chunks=16)
         self._stores: dict[str, dict[Version, set[int]]] = {ORIGIN: {}}
         for host in (origin, *hosts):
@@ -156,6 +159,7 @@ class RelayFleet:
             down_per_s=host.down * BYTES_PER_S_OF_MBIT,
             delay_s=host.rtt / 2,
             accepts=host.name == ORIGIN or host.accepts,
+            buffer_bytes=self._buffer_bytes,
         )
 
     def _start(self, name: str) -> None:

@@ -62,7 +62,9 @@ class RelayHost:
         self._limits = limits
         self._on_complete = on_complete
         self._owed: dict[tuple[str, Version], _Owed] = {}
-        self._heap: list[tuple[int, int, str, Version]] = []
+        self._heaps: dict[str, list[tuple[int, int, Version]]] = {}
+        """What each peer may be sent, lowest first."""
+        self._num_ready = 0
         self._held_until: dict[Version, float] = {}
         self._ticking = False
         self._wakes: set[float] = set()
@@ -232,7 +234,7 @@ class RelayHost:
                 owed.awaited.discard(index)
                 if index not in owed.ready:
                     owed.ready.add(index)
-                    heappush(self._heap, (index, len(self._heap), sender, version))
+                    self._is_ready(sender, version, index)
             else:
                 owed.awaited.add(index)
         self._serve()
@@ -253,13 +255,21 @@ class RelayHost:
             if wanted == version and index in owed.awaited:
                 owed.awaited.remove(index)
                 owed.ready.add(index)
-                heappush(self._heap, (index, len(self._heap), peer, version))
+                self._is_ready(peer, version, index)
         self._serve()
 
     def _serve(self) -> None:
-        line = self._network.lines[self.name]
-        while self._heap and not line.sending:
-            index, _, peer, version = heappop(self._heap)
+        """The lowest chunk first, of those whose link has room."""
+        while True:
+            heaps = [
+                (h[0], p) for p, h in self._heaps.items() if self._network.has_room(self.name, p)
+            ]
+            if not heaps:
+                return
+            (index, _, version), peer = min(heaps)
+            heappop(self._heaps[peer])
+            if not self._heaps[peer]:
+                del self._heaps[peer]
             owed = self._owed.get((peer, version))
             if owed is None or index not in owed.ready:
                 continue
@@ -271,6 +281,10 @@ class RelayHost:
             self._network.send_payload(
                 self.name, peer, self._chunk_bytes, self._serve, "chunk", version, index, good
             )
+
+    def _is_ready(self, peer: str, version: Version, index: int) -> None:
+        self._num_ready += 1
+        heappush(self._heaps.setdefault(peer, []), (index, self._num_ready, version))
 
     def _refuse_awaited(self, version: Version) -> None:
         for (peer, wanted), owed in list(self._owed.items()):

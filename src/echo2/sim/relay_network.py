@@ -3,12 +3,16 @@
 A link is one connection between two hosts. It delivers in order; what is under way when it is
 lost is lost with it. A host sends one payload at a time over its uplink and takes one at a
 time from its downlink; signs of life and requests wait behind the payloads of their link, and
-cost nothing else. A host that is paused neither hears nor acts, though its links stay up; one
+cost nothing else. With `buffer_bytes` a link takes so many bytes before the uplink does, as a
+kernel's socket does: links share the uplink in turn then, and what is in a buffer cannot be
+taken back. A host that is paused neither hears nor acts, though its links stay up; one
 that vanished (`quietly`) leaves links that look up until `LOST_NOTICE_S` later.
 """
 
 from __future__ import annotations
 
+import functools
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -46,6 +50,9 @@ class Line:
     born: int = 0
     sending: bool = False
     down_free_s: float = 0.0
+    buffer_bytes: int = 0
+    _buffers: dict[str, deque[tuple[int, Any]]] = field(default_factory=dict)
+    """By receiver: bytes (0: a message) and what is to be called to send them."""
     _inbox: list[Callable[[], None]] = field(default_factory=list)
 
 
@@ -68,6 +75,7 @@ class RelayNetwork:
         line = self.lines[name]
         line.listener, line.paused, line.reachable = listener, False, True
         line.sending = False
+        line._buffers.clear()
         line.down_free_s = 0.0
         line.born += 1
 
@@ -158,20 +166,66 @@ class RelayNetwork:
         number = self._links.get(frozenset((one, other)))
         if number is None:
             return False
-        arrival = self.timeline.now + self._delay_s(one, other)
-        self._deliver(one, other, number, arrival, take, args)
+        buffer = self.lines[one]._buffers.get(other)
+        if buffer:
+            buffer.append((0, functools.partial(self._send_now, one, other, number, take, args)))
+        else:
+            self._send_now(one, other, number, take, args)
         return True
+
+    def has_room(self, one: str, other: str) -> bool:
+        """May a payload be handed to the link?"""
+        line = self.lines[one]
+        if not line.buffer_bytes:
+            return not line.sending
+        return sum(size for size, _ in line._buffers.get(other, ())) < line.buffer_bytes
 
     def send_payload(
         self, one: str, other: str, num_bytes: int, sent: Callable[[], None], take: str, *args: Any
     ) -> None:
-        """The same for what takes the links' time; `sent` when the uplink is free again."""
+        """The same for what takes the links' time; `sent` when there may be room again."""
+        line, number = self.lines[one], self._links.get(frozenset((one, other)))
+        play = functools.partial(self._play, one, other, num_bytes, sent, number, take, args)
+        line._buffers.setdefault(other, deque()).append((num_bytes, play))
+        if not line.sending:
+            self._next(line)
+
+    def _next(self, line: Line) -> None:
+        """Links take turns."""
+        while not line.sending and line._buffers:
+            other = next(iter(line._buffers))
+            buffer = line._buffers.pop(other)
+            size, play = buffer[0]
+            if size:
+                line._buffers[other] = buffer  # what is being sent stays in it, at its head
+            else:
+                buffer.popleft()
+                if buffer:
+                    line._buffers = {other: buffer, **line._buffers}
+            play()
+
+    def _send_now(
+        self, one: str, other: str, number: int, take: str, args: tuple[Any, ...]
+    ) -> None:
+        arrival = self.timeline.now + self._delay_s(one, other)
+        self._deliver(one, other, number, arrival, take, args)
+
+    def _play(
+        self,
+        one: str,
+        other: str,
+        num_bytes: int,
+        sent: Callable[[], None],
+        number: int | None,
+        take: str,
+        args: tuple[Any, ...],
+    ) -> None:
         line, receiver = self.lines[one], self.lines[other]
         line.sending = True
-        free_at = self.timeline.now + num_bytes / line.up_per_s
-        self.timeline.at(free_at, self._sent, line, line.born, sent)
-        number = self._links.get(frozenset((one, other)))
-        if number is None:
+        is_up = number is not None and self._links.get(frozenset((one, other))) == number
+        free_at = self.timeline.now + (num_bytes / line.up_per_s if is_up else 0.0)
+        self.timeline.at(free_at, self._sent, line, line.born, other, sent)
+        if number is None or not is_up:
             return
         delay_s = self._delay_s(one, other)
         begins = max(receiver.down_free_s, self.timeline.now + delay_s)
@@ -182,10 +236,15 @@ class RelayNetwork:
             late_s = self._rng.random() * 5.0
             self.timeline.at(arrival + late_s, self._arrive, one, other, number, take, args)
 
-    def _sent(self, line: Line, born: int, sent: Callable[[], None]) -> None:
+    def _sent(self, line: Line, born: int, other: str, sent: Callable[[], None]) -> None:
         if line.born != born or line.listener is None:
             return
         line.sending = False
+        buffer = line._buffers[other]
+        buffer.popleft()
+        if not buffer:
+            del line._buffers[other]
+        self._next(line)
         self._soon(line, sent)
 
     def _deliver(

@@ -27,13 +27,13 @@ class Timeline:
         self.at(self.now + delay_s, action, *args)
 
     def run(self, *, until_s: float, stop: Callable[[], bool]) -> bool:
-        """Act until `stop()`; False when `until_s` came first or nothing is left to do."""
+        """Act until `stop()`; False when `until_s` came first or nothing is left to do. What is
+        due later stays for the next run."""
         heap = self._heap
         while heap:
-            time_s, _, action, args = heapq.heappop(heap)
-            if time_s > until_s:
+            if heap[0][0] > until_s:
                 return False
-            self.now = time_s
+            self.now, _, action, args = heapq.heappop(heap)
             action(*args)
             if stop():
                 return True

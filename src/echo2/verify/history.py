@@ -24,6 +24,7 @@ class Settings:
     attempts_max: int = 3
     groups_per_step: int = 32
     dtype: str = "float32"
+    """What layers compute in."""
     logprob_check_every_steps: int = 2
     canary_max_diff: float | None = None
 
@@ -48,6 +49,8 @@ class Settings:
                 found[name] = value
             else:
                 problems.append(f"{table}.{key} is {value!r}; it must be of type {kind.__name__}")
+        if tables.get("model", {}).get("compute", "auto") != "auto":
+            found["dtype"] = str(tables["model"]["compute"])
         canary = tables.get("worker", {}).get("canary_max_diff")
         if isinstance(canary, int | float):
             found["canary_max_diff"] = float(canary)

@@ -116,6 +116,7 @@ class Origin:
             send=router.send,
             credit=router.credit,
             credit_bytes=CREDIT_BYTES,
+            uplink_mbit=self._config.net.origin_uplink_mbit,
         )
         await router.start()
         server.start()

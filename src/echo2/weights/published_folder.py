@@ -1,7 +1,8 @@
 """Model folders as versions in RUN/versions, published one after the other by `echo2 publish`.
 
-Promise: of what this wrote, the folder holds the newest version and the one before, with the
-delta between them and their assets; what a learner wrote is never touched. A version's tensors
+Promise: of what this wrote, the folder holds the newest version and the one before, with
+their assets, and the deltas of the last DELTAS_KEPT steps that lead there, for workers that
+are some versions behind; what a learner wrote is never touched. A version's tensors
 are those of the model folder, bit by bit, under their names there.
 
     prepare (older ones go) -> write -> (announced, fetched) -> prepare of the next
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -22,7 +23,7 @@ import structlog
 
 from echo2.errors import WeightsError
 from echo2.types import DeltaOffer, Version
-from echo2.weights.delta import TARGET_KEY, write_delta
+from echo2.weights.delta import BASE_KEY, TARGET_KEY, write_delta
 from echo2.weights.files import disk_errors, version_files
 from echo2.weights.model_files import asset_files
 from echo2.weights.safetensors_file import read_safetensors_folder
@@ -44,6 +45,8 @@ VERSION_KEY: Final = "version"
 PUBLISHER_KEY: Final = "published_by"
 PUBLISHER: Final = "echo2 publish"
 ASSETS_KEY: Final = "assets"
+DELTAS_KEPT: Final = 16
+"""As many as one announcement may name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +72,11 @@ class PublishedFolder:
         assets_kept = {manifest.metadata.get(ASSETS_KEY) for manifest in newest}
         gone = {manifest.manifest_digest for manifest in ours[:-1]}
         gone |= {manifest.metadata.get(ASSETS_KEY, "") for manifest in ours[:-1]} - assets_kept
-        gone |= {
-            digest
-            for digest, manifest in found.items()
-            if manifest.kind == "delta" and manifest.metadata.get(TARGET_KEY) in gone
-        }
+        deltas = [manifest for manifest in found.values() if manifest.kind == "delta"]
+        chain = _chain(newest[0].manifest_digest, deltas) if newest else []
+        gone |= {d.manifest_digest for d in deltas if d.metadata.get(TARGET_KEY) in gone}
+        gone -= set(chain)
+        gone |= set(chain[DELTAS_KEPT:])
         prune(self.folder, set(version_files(self.folder)) - gone)
 
     def write(
@@ -129,6 +132,16 @@ class PublishedFolder:
             if manifest.metadata.get(PUBLISHER_KEY) == PUBLISHER
         ]
         return sorted(ours, key=lambda manifest: Version.parse(manifest.metadata[VERSION_KEY]))
+
+
+def _chain(version: str, deltas: Iterable[Manifest]) -> list[str]:
+    """The deltas that lead to a version one after the other, the last first."""
+    leading = {delta.metadata.get(TARGET_KEY): delta for delta in deltas}
+    chain: list[str] = []
+    while (delta := leading.pop(version, None)) is not None:
+        chain.append(delta.manifest_digest)
+        version = delta.metadata[BASE_KEY]
+    return chain
 
 
 def _until(stop: threading.Event, tensors: Iterator[NamedTensor]) -> Iterator[NamedTensor]:

@@ -1,13 +1,14 @@
-"""Answers requests for manifests and chunks, fairly, with bounded memory and open files.
+"""Answers requests for manifests and chunks: in order, fairly, with bounded memory and files.
 
     request --> ready, or awaited until the chunk is verified here --> read in a thread --> sent
 
 What is held is sent at once; what is still on its way here is sent as soon as it is verified
-(cut-through), and until then the peer is told every ALIVE_S that it is not forgotten. Each peer
-has a queue of its own, served by a task of its own that waits for that peer's credit, so a
-slow peer holds up nobody and has at most one batch of bytes here. Within a peer, versions
-take turns: a newer one does not wait until what was asked for before is through. Re-asked
-chunks count once. A full queue drops the request, which the peer makes again.
+(cut-through), and until then the peer is told every ALIVE_S that it is not forgotten. One task
+serves all peers, a batch at a time: among those with credit, the lowest chunk that anybody
+waits for goes first (`weights.send_order`), and one reading serves all who want it. A slow peer
+runs out of credit and holds up nobody. Within a peer, versions take turns: a newer one does
+not wait until what was asked for before is through. Re-asked chunks count once. A full queue
+drops the request, which the peer makes again.
 
 Bytes are not hashed here: the receiver does that for each chunk. What is not held (any
 more) is refused with its reason, and its file is let go, so that removed versions free the
@@ -18,16 +19,16 @@ since peers may be told of it a moment earlier. Sockets belong to `net.relay` an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
 import structlog
 
-from echo2.errors import WeightsError
 from echo2.messages import (
+    CHUNK_MAX_BYTES,
     Chunk,
     ChunksCancelled,
     ChunksRefused,
@@ -40,23 +41,25 @@ from echo2.messages import (
 from echo2.net.tasks import OwnedTasks
 from echo2.types import PeerId
 from echo2.weights.assembly import Assembly
-from echo2.weights.open_versions import OpenVersions
+from echo2.weights.pace import Pace
+from echo2.weights.replies import MANIFEST, Absent, Key, Replies, Reply
 from echo2.weights.request_queue import RequestQueue
-from echo2.weights.snapshot import Manifest
+from echo2.weights.send_order import SendOrder
 
 log = structlog.get_logger(__name__)
 
 PEERS_MAX: Final = 4096
 VERSIONS_UNKNOWN_MAX: Final = 64
 ALIVE_S: Final = 0.5
-THREADS: Final = 4
-BATCH_CHUNKS: Final = 8
+BATCH_CHUNKS: Final = 16
+"""Most chunks that are read at once, for all peers together."""
+BATCH_S: Final = 0.02
+"""Where the uplink is capped, a batch takes no longer: what is chosen early is chosen badly."""
 CREDIT_STALL_S: Final = 60.0
 """A peer that takes nothing for so long loses its queue."""
 SWEEP_INTERVAL_S: Final = 5.0
 _CREDIT_POLL_S: Final = 0.005
-_MANIFEST: Final = -1
-"""Stands for the manifest among a version's chunk indexes."""
+_HEADER_BYTES: Final = 4096
 
 
 class ChunkServer:
@@ -82,15 +85,19 @@ class ChunkServer:
         self._credit_stall_s = credit_stall_s
         self._unknown_hold_s = unknown_hold_s
         self._unknown: dict[str, float] = {}
-        self._versions = OpenVersions(folder)
-        self._assemblies: dict[str, Assembly] = {}
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="chunks")
+        self._replies = Replies(folder)
         self._queues: dict[PeerId, RequestQueue] = {}
-        self._serving: set[PeerId] = set()
-        self._pace = Pace(uplink_mbit * 1e6 / 8)
+        self._order = SendOrder()
+        self._blocked: dict[PeerId, tuple[int, float]] = {}
+        """Of those that wait for credit: how much they had when, since it changed last."""
+        self._sent_last: dict[PeerId, str] = {}
+        """The version of which each peer was sent something last, while that may wait."""
+        self._news = asyncio.Event()
+        self._pace = Pace(uplink_mbit)
         self._tasks = OwnedTasks("chunk_server")
 
     def start(self) -> None:
+        self._tasks.start(self._serve(), name="serve")
         self._tasks.start(self._sweep(), name="sweep")
         self._tasks.start(self._tell_alive(), name="alive")
 
@@ -99,8 +106,7 @@ class ChunkServer:
         try:
             await self._tasks.stop()
         finally:
-            await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)
-            self._versions.close()
+            await self._replies.close()
 
     async def wait(self) -> None:
         """Until stopped; raises the first crash. Its owner awaits this."""
@@ -111,32 +117,34 @@ class ChunkServer:
     def begins(self, assembly: Assembly) -> None:
         """A version is on its way here: serve what it has, as it comes."""
         digest = assembly.manifest.manifest_digest
-        self._assemblies[digest] = assembly
+        self._replies.begins(assembly)
         self._unknown.pop(digest, None)
-        for peer, queue in self._queues.items():
+        for queue in self._queues.values():
             for index in queue.awaited(digest):
-                if index == _MANIFEST or assembly.has(index):
+                if self._replies.has(digest, index):
                     queue.arrived(digest, index)
-            self._serve_soon(peer, queue)
+        self._news.set()
 
-    def arrived(self, manifest_digest: str, index: int) -> None:
+    def arrived(self, chunk: Chunk) -> None:
         """A chunk was verified: those who await it get it now."""
-        for peer, queue in self._queues.items():
-            if queue.arrived(manifest_digest, index):
-                self._serve_soon(peer, queue)
+        key = chunk.manifest_digest, chunk.index
+        awaiting = [queue.arrived(*key) for queue in self._queues.values()]
+        if any(awaiting):
+            self._replies.keep(chunk)
+            self._news.set()
 
     def ends(self, manifest_digest: str, *, complete: bool) -> None:
         """The version is here as a whole, or comes no more: who awaits the rest is told."""
-        self._assemblies.pop(manifest_digest, None)
+        self._replies.ends(manifest_digest)
         for peer, queue in self._queues.items():
             awaited = queue.awaited(manifest_digest)
             if complete:
                 for index in awaited:
                     queue.arrived(manifest_digest, index)
-                self._serve_soon(peer, queue)
             elif awaited:
                 queue.drop(manifest_digest, awaited)
                 self._refuse(peer, manifest_digest, "its own fetch ended before it was complete")
+        self._news.set()
 
     # ------------------------------------------------------------------------ requests
 
@@ -144,12 +152,13 @@ class ChunkServer:
         """Take a request of `peer`; never waits."""
         match message:
             case ManifestRequest(manifest_digest=manifest_digest):
-                wanted: tuple[int, ...] = (_MANIFEST,)
+                wanted: tuple[int, ...] = (MANIFEST,)
             case ChunksRequest(manifest_digest=manifest_digest, indexes=wanted):
                 pass
             case ChunksCancelled(manifest_digest=manifest_digest, indexes=indexes):
                 if peer in self._queues:
                     self._queues[peer].drop(manifest_digest, indexes)
+                    self._forget_idle(peer)
                 return
             case _:
                 return
@@ -159,181 +168,185 @@ class ChunkServer:
                 self.counters["queue_full"] += 1
                 return
             queue = self._queues[peer] = RequestQueue()
-        assembly = self._assemblies.get(manifest_digest)
-        if assembly is not None and max(wanted) >= assembly.manifest.num_chunks:
+        coming = self._replies.coming(manifest_digest)
+        if coming is not None and max(wanted) >= coming.num_chunks:
             self._refuse(peer, manifest_digest, f"there is no chunk {max(wanted)}")
             return
         for index in wanted:
-            here = assembly is None or index == _MANIFEST or assembly.has(index)
+            here = self._replies.has(manifest_digest, index)
             here = here and manifest_digest not in self._unknown
             if not queue.add(manifest_digest, index, here=here):
                 self.counters["queue_full"] += 1
-        self._serve_soon(peer, queue)
+        self._forget_idle(peer)
+        self._news.set()
 
     def forget(self, peer: PeerId) -> None:
         """The peer is gone: what it wanted is dropped."""
+        self._sent_last.pop(peer, None)
         queue = self._queues.get(peer)
         if queue is not None:
             queue.drop()
-            if peer not in self._serving:
-                del self._queues[peer]
+            self._forget_idle(peer)
 
-    def _serve_soon(self, peer: PeerId, queue: RequestQueue) -> None:
-        if queue and peer not in self._serving:
-            self._serving.add(peer)
-            self._tasks.start(self._serve(peer, queue), name=f"serve.{peer}")
+    def _forget_idle(self, peer: PeerId) -> None:
+        if peer in self._queues and not self._queues[peer].num_all:
+            del self._queues[peer]
+            self._order.forget(peer)
+            self._blocked.pop(peer, None)
 
-    async def _serve(self, peer: PeerId, queue: RequestQueue) -> None:
-        """Until nothing is ready; nothing is awaited between that and the end."""
-        loop = asyncio.get_running_loop()
-        try:
-            while queue:
-                manifest_digest, indexes = queue.take(BATCH_CHUNKS)
-                replies, refusal, is_known = await loop.run_in_executor(
-                    self._pool, self._read, manifest_digest, indexes
-                )
-                if refusal and is_known:
-                    queue.drop(manifest_digest)
-                    self._refuse(peer, manifest_digest, refusal)
-                elif refusal:
-                    self._hold(peer, queue, manifest_digest, indexes, refusal)
-                for reply in replies:
-                    if not await self._sent(peer, reply):
-                        self.counters["peers_dropped"] += 1
-                        queue.drop()
-                        break
-        finally:
-            self._serving.discard(peer)
-            if not queue.num_all:
-                self._queues.pop(peer, None)
+    # ------------------------------------------------------------------------- serving
 
-    def _hold(
-        self, peer: PeerId, queue: RequestQueue, digest: str, indexes: list[int], reason: str
-    ) -> None:
-        """Nothing of this version is here: wait a while for news of it, or refuse at once."""
-        if digest in self._assemblies:  # it began meanwhile
-            for index in indexes:
-                queue.add(digest, index, here=self._has(digest, index))
-            return
-        is_full = digest not in self._unknown and len(self._unknown) >= VERSIONS_UNKNOWN_MAX
-        if not self._unknown_hold_s or is_full:
-            queue.drop(digest)
-            self._refuse(peer, digest, reason)
-            return
-        until = asyncio.get_running_loop().time() + self._unknown_hold_s
-        self._unknown.setdefault(digest, until)
-        for index in indexes:
-            queue.add(digest, index, here=False)
+    async def _serve(self) -> None:
+        while True:
+            self._news.clear()
+            batch = self._choose()
+            if not batch:
+                # A socket does not tell when a queue gets shorter.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_CREDIT_POLL_S if self._blocked else None):
+                        await self._news.wait()
+                continue
+            replies = await self._replies.find({key: None for _, key in batch})
+            for peer, key in batch:
+                await self._answer(peer, key, replies[key])
+            await asyncio.sleep(0)
 
-    def _has(self, digest: str, index: int) -> bool:
-        assembly = self._assemblies.get(digest)
-        return assembly is None or index == _MANIFEST or assembly.has(index)
+    def _choose(self) -> list[tuple[PeerId, Key]]:
+        """What to send next, and to whom, as far as their credit goes."""
+        room = self._room()
+        lowest = {peer: self._queues[peer].lowest() for peer in room}
+        most = BATCH_CHUNKS
+        if self._pace.bytes_per_s:
+            paced = int(self._pace.bytes_per_s * BATCH_S / CHUNK_MAX_BYTES)
+            most = max(1, min(most, paced))
+        batch: list[tuple[PeerId, Key]] = []
+        while lowest and len(batch) < most:
+            peer = self._order.next(lowest)
+            queue = self._queues[peer]
+            batch.append((peer, queue.take()))
+            room[peer] -= self._needed(lowest[peer])
+            if queue and room[peer] >= self._needed(queue.lowest()):
+                lowest[peer] = queue.lowest()
+            else:
+                del lowest[peer]
+        return batch
 
-    def _refuse(self, peer: PeerId, manifest_digest: str, reason: str) -> None:
-        log.warning("request_refused", peer=peer, manifest_digest=manifest_digest, reason=reason)
-        self._send(peer, ChunksRefused(manifest_digest=manifest_digest, reason=reason[:2048]))
-        self.counters["refused"] += 1
+    def _room(self) -> dict[PeerId, int]:
+        """Credit of those that can be sent something now. Whose credit has not changed for too
+        long loses its queue."""
+        now = asyncio.get_running_loop().time()
+        room = {}
+        for peer, queue in list(self._queues.items()):
+            if not queue:
+                self._blocked.pop(peer, None)
+                continue
+            credit = self._credit(peer)
+            if credit >= self._needed(queue.lowest()):
+                room[peer] = credit
+                self._blocked.pop(peer, None)
+                continue
+            before, since = self._blocked.get(peer, (-1, now))
+            if credit != before:
+                self._blocked[peer] = credit, now
+            elif now - since > self._credit_stall_s:
+                log.warning("peer_stalled", peer=peer, silent_s=self._credit_stall_s)
+                self._drop_peer(peer, queue)
+        return room
 
-    def _read(self, manifest_digest: str, indexes: list[int]) -> tuple[list[Message], str, bool]:
-        """Replies to requests for one version, in order; why there are none ("" else); whether
-        the version is here. In a thread."""
-        assembly = self._assemblies.get(manifest_digest)
-        is_known = False
-        try:
-            if assembly is not None:
-                try:
-                    replies = [_reply(assembly.manifest, i, assembly.read) for i in indexes]
-                    return replies, "", True
-                except WeightsError:  # it has just become complete, and the file is renamed
-                    log.debug("assembly_ended", manifest_digest=manifest_digest)
-            with self._versions.use(manifest_digest) as version:
-                is_known = True
-                return [_reply(version.manifest, i, version.read) for i in indexes], "", True
-        except (WeightsError, OSError) as error:
-            return [], str(error) or type(error).__name__, is_known
+    def _needed(self, index: int) -> int:
+        """Credit that a reply may need. An empty queue takes a manifest of any size."""
+        if index == MANIFEST:
+            return self._credit_bytes
+        return min(CHUNK_MAX_BYTES + _HEADER_BYTES, self._credit_bytes)
 
-    async def _sent(self, peer: PeerId, reply: Message) -> bool:
-        """Hand a reply over when the peer has credit; False when it takes nothing any more."""
-        num_bytes = _payload_bytes(reply)
-        await self._pace.take(num_bytes)
-        if not await self._has_credit(peer, num_bytes) or not self._send(peer, reply):
+    async def _answer(self, peer: PeerId, key: Key, reply: Reply | Absent) -> None:
+        queue = self._queues.get(peer)
+        if queue is None:
+            return  # it is gone
+        if isinstance(reply, Absent):
+            if queue.let_go(*key):
+                self._not_found(peer, queue, key, reply)
+        else:
+            # It is owed, and counted as such, until the pace lets it through.
+            await self._pace.take(_payload_bytes(reply))
+            if queue.let_go(*key) and not await self._sent(peer, reply):
+                self._drop_peer(peer, queue)
+        self._forget_idle(peer)
+
+    async def _sent(self, peer: PeerId, reply: Reply) -> bool:
+        """Hand a reply over; False when the peer takes nothing any more."""
+        if not self._send(peer, reply):
             return False
         match reply:
             case Chunk():
                 self.counters["chunks"] += 1
             case ManifestReply():
                 self.counters["manifests"] += 1
-        self.counters["bytes"] += num_bytes
+        self.counters["bytes"] += _payload_bytes(reply)
+        self._sent_last[peer] = reply.manifest_digest
         return True
 
-    async def _has_credit(self, peer: PeerId, num_bytes: int) -> bool:
-        """Wait until the peer may be sent so much (or has nothing under way)."""
-        loop = asyncio.get_running_loop()
-        # The header comes on top; an empty queue takes a message of any size.
-        needed = min(num_bytes + 4096, self._credit_bytes)
-        before, since = -1, loop.time()
-        while (credit := self._credit(peer)) < needed:
-            if credit != before:
-                before, since = credit, loop.time()
-            elif loop.time() - since > self._credit_stall_s:
-                log.warning("peer_stalled", peer=peer, silent_s=self._credit_stall_s)
-                return False
-            # A socket does not tell when a queue gets shorter.
-            await asyncio.sleep(_CREDIT_POLL_S)
-        return True
+    def _drop_peer(self, peer: PeerId, queue: RequestQueue) -> None:
+        self.counters["peers_dropped"] += 1
+        queue.drop()
+        self._forget_idle(peer)
+
+    def _not_found(self, peer: PeerId, queue: RequestQueue, key: Key, absent: Absent) -> None:
+        """Wait a while for news of a version of which nothing is here, or refuse."""
+        digest, index = key
+        if not absent.is_known and self._replies.coming(digest) is not None:  # it began meanwhile
+            queue.add(digest, index, here=self._replies.has(digest, index))
+            return
+        is_full = digest not in self._unknown and len(self._unknown) >= VERSIONS_UNKNOWN_MAX
+        if absent.is_known or not self._unknown_hold_s or is_full:
+            queue.drop(digest)
+            self._refuse(peer, digest, absent.reason)
+            return
+        until = asyncio.get_running_loop().time() + self._unknown_hold_s
+        self._unknown.setdefault(digest, until)
+        queue.add(digest, index, here=False)
+
+    def _refuse(self, peer: PeerId, manifest_digest: str, reason: str) -> None:
+        log.warning("request_refused", peer=peer, manifest_digest=manifest_digest, reason=reason)
+        self._send(peer, ChunksRefused(manifest_digest=manifest_digest, reason=reason[:2048]))
+        self.counters["refused"] += 1
 
     async def _tell_alive(self) -> None:
         """Whoever is owed chunks hears of us; who waits for what is never heard of, in time."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(ALIVE_S)
-            for peer, queue in list(self._queues.items()):
-                for digest, (num_held, num_awaited) in queue.counts().items():
+            for peer in {**self._queues, **self._sent_last}:
+                for digest, (num_held, num_awaited) in self._owed(peer).items():
                     alive = RelayAlive(
                         manifest_digest=digest, num_held=num_held, num_awaited=num_awaited
                     )
-                    self._send(peer, alive)
+                    if not self._send(peer, alive):
+                        self._sent_last.pop(peer, None)
             over = [digest for digest, until in self._unknown.items() if loop.time() > until]
             for digest in over:
                 del self._unknown[digest]
-                if digest not in self._assemblies:
+                if self._replies.coming(digest) is None:
                     self.ends(digest, complete=False)
+
+    def _owed(self, peer: PeerId) -> dict[str, tuple[int, int]]:
+        """(held, awaited) of each version. What waits for the peer's link is held too."""
+        queue = self._queues.get(peer)
+        owed = {} if queue is None else queue.counts()
+        waiting = self._credit_bytes - self._credit(peer) - _HEADER_BYTES
+        digest = self._sent_last.get(peer)
+        if digest is not None and waiting > 0:
+            held, awaited = owed.get(digest, (0, 0))
+            owed[digest] = held + 1 + waiting // CHUNK_MAX_BYTES, awaited
+        else:
+            self._sent_last.pop(peer, None)
+        return owed
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
-            await asyncio.to_thread(self._versions.sweep)
+            await asyncio.to_thread(self._replies.sweep)
 
 
-class Pace:
-    """Lets `bytes_per_s` through, in bursts of a tenth of a second; 0: everything."""
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._free_at = 0.0
-
-    async def take(self, num_bytes: int) -> None:
-        """Wait for one's turn; turns are given in the order of the calls."""
-        if not self._bytes_per_s:
-            return
-        now = asyncio.get_running_loop().time()
-        self._free_at = max(self._free_at, now - 0.1) + num_bytes / self._bytes_per_s
-        if self._free_at > now:
-            await asyncio.sleep(self._free_at - now)
-
-
-def _reply(manifest: Manifest, index: int, read: Callable[[int], bytes]) -> Message:
-    digest = manifest.manifest_digest
-    if index == _MANIFEST:
-        return ManifestReply(manifest_digest=digest, manifest=manifest.encode())
-    return Chunk(manifest_digest=digest, index=index, payload=read(index))
-
-
-def _payload_bytes(message: Message) -> int:
-    match message:
-        case Chunk(payload=payload):
-            return len(payload)
-        case ManifestReply(manifest=manifest):
-            return len(manifest)
-        case _:
-            return 0
+def _payload_bytes(reply: Reply) -> int:
+    return len(reply.payload if isinstance(reply, Chunk) else reply.manifest)

@@ -138,6 +138,17 @@ class ChunkStore:
         """Whether a complete version is here; it may still turn out to be torn."""
         return self._path(manifest_digest, BIN).exists()
 
+    def complete(self, kinds: Collection[str], *, most: int) -> tuple[str, ...]:
+        """At most so many complete versions of these kinds, the last opened first. Their
+        bytes are not verified yet."""
+        found: list[str] = []
+        names = [d for d, suffixes in version_files(self.folder).items() if BIN in suffixes]
+        for digest in sorted(names, key=self._last_opened, reverse=True):
+            manifest = self.manifest(digest) if len(found) < most else None
+            if manifest is not None and manifest.kind in kinds:
+                found.append(digest)
+        return tuple(found)
+
     def begin(self, manifest: Manifest, *, stop: threading.Event | None = None) -> Assembly:
         """Start or resume the assembly of a version that is not here; one at a time each.
 

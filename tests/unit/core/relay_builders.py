@@ -60,14 +60,20 @@ def is_probed(
 
 
 def a_fleet(
-    *names: str, dials: Iterable[str] = (), uplinks: dict[str, float] | None = None, **changes: Any
+    *names: str,
+    dials: Iterable[str] = (),
+    uplinks: dict[str, float] | None = None,
+    downlinks: dict[str, float] | None = None,
+    **changes: Any,
 ) -> Scene:
-    """A learner, no version yet, and workers with relays; those in `dials` accept nothing."""
+    """A learner, no version yet, and workers with relays; those in `dials` accept nothing.
+    `uplinks`, `downlinks`: what they tell of their lines."""
     scene = Scene(**{"host": "0.0.0.0", **changes})
     scene.learner_joins()
     for name in names:
-        cap = (uplinks or {}).get(name, 0.0)
-        relay_joins(scene, name, accepts=name not in dials, uplink_mbit=cap)
+        up, down = (uplinks or {}).get(name, 0.0), (downlinks or {}).get(name, 0.0)
+        accepts = name not in dials
+        relay_joins(scene, name, accepts=accepts, uplink_mbit=up, downlink_mbit=down)
     scene.tick(after=1.0)
     return scene
 

@@ -96,6 +96,14 @@ def test_a_tree_knows_children_and_a_plan_its_connections() -> None:
     }  # fmt: skip
 
 
+def test_a_plan_counts_who_is_behind_whom_in_any_tree_once() -> None:
+    one = RelayTree(0.5, {"a": "origin", "b": "a", "c": "a", "d": "c"})
+    other = RelayTree(0.5, {"d": "a", "b": "origin", "a": "b", "c": "b"})
+    arrivals = dict.fromkeys("abcd", 1.0)
+    plan = RelayPlan((one, other), 1.0, 1.0, "", "", arrivals_s=arrivals)
+    assert list(plan.descendants().items()) == [("a", 3), ("b", 3), ("c", 1)]
+
+
 def test_a_plan_says_when_a_share_of_the_workers_has_the_version() -> None:
     plan = a_plan((1.0, STAR), arrivals_s={"a": 1.0, "b": 3.0, "c": 2.0})
     assert [plan.reached_s(q) for q in (0.0, 1 / 3, 0.5, 1.0)] == [1.0, 1.0, 2.0, 3.0]

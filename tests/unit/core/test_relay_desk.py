@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from core_builders import Scene, a_version, emitted, sent
+from core_builders import Scene, a_digest, a_version, a_worker_hello, emitted, sent
 from relay_builders import (
     CHUNKS,
     VERSION_BYTES,
@@ -22,9 +22,11 @@ from relay_builders import (
 )
 
 from echo2.core.effects import Effect, Send
+from echo2.core.events import Received
 from echo2.core.relays import PLANNED_WORKERS_MAX
 from echo2.core.status import status
-from echo2.messages import Refused, RelayPeers, VersionAnnounced
+from echo2.messages import Refused, RelayPeers, RelayReport, VersionAnnounced
+from echo2.types import DeltaOffer, LinkReport, PeerId
 
 V0, V1 = a_version(0), a_version(1)
 
@@ -109,6 +111,18 @@ def test_a_key_of_a_worker_that_is_here_is_refused_to_others() -> None:
     assert scene.worker_joins("a", relay_key=a_key("a"))
     scene.passes(20.0)
     assert sent(scene.worker_joins("b", relay_key=a_key("a")), Refused) == []
+
+
+def test_a_relay_with_another_key_than_its_worker_came_with_is_refused() -> None:
+    scene = a_fleet("a")
+    hello = a_worker_hello(name="b", relay_key=a_key("c"), relay_endpoint=an_endpoint("b"))
+    (refused,) = sent(scene.handle(Received(PeerId("b"), hello, key=a_key("b"))), Refused)
+    assert (refused.reason, refused.fatal) == ("relay_key", True)
+    assert "came with the key bbbbbbbb... and names cccccccc..." in refused.text
+    assert scene.state.members.get(PeerId("b")) is None
+    assert sent(scene.handle(Received(PeerId("b"), hello, key=a_key("c"))), Refused) == []
+    without = a_worker_hello(name="d")
+    assert sent(scene.handle(Received(PeerId("d"), without, key=a_key("d"))), Refused) == []
 
 
 @pytest.mark.parametrize(
@@ -204,6 +218,19 @@ def test_a_publication_gives_every_worker_its_stripes_of_the_same_trees() -> Non
             assert not way or (ways[way[0]] or [()] * len(sizes))[k] == way[1:]
 
 
+def test_what_a_worker_tells_of_its_downlink_stands_for_it_and_saves_connections() -> None:
+    lines = dict.fromkeys("abcdefgh", 100.0)
+    told = a_fleet(*lines, uplinks=lines, downlinks=lines, origin_uplink_mbit=300.0)
+    (chains,) = emitted(publishes(told), "dissemination_planned")
+    assert (chains["trees"], chains["connections"]) == (1, 8)
+    assert chains["predicted_s"] < 1.05 * chains["bound_s"]
+    assert relay_of(told, "a")["down_mbit"] == 100.0
+    untold = a_fleet(*lines, uplinks=lines, origin_uplink_mbit=300.0)
+    (trees,) = emitted(publishes(untold), "dissemination_planned")
+    assert trees["connections"] > 8
+    assert "200 down Mbit/s assumed" in trees["reason"]
+
+
 def test_an_announcement_that_is_repeated_names_the_same_part() -> None:
     scene = a_fleet("a", "b", "c")
     first = announced(publishes(scene))
@@ -295,10 +322,34 @@ def test_a_late_joiner_gets_equal_stripes_from_the_least_used_that_serve_the_ver
     parts = {name: scene.state.relays.part(V0, name, scene.now) for name in ("late", "more")}
     for part in parts.values():
         assert [stripe.num_chunks for stripe in part.stripes] == [80, 80, 80]
-        assert {len(stripe.sources) for stripe in part.stripes} == {1}
+        firsts = [stripe.sources[0] for stripe in part.stripes]
+        assert len(set(firsts)) == 3
+        assert all(set(stripe.sources) == set(firsts) for stripe in part.stripes)
         assert part.serves == ()
     assert "e" not in parts["late"].sources | parts["more"].sources  # it could not be dialed
     assert parts["late"].sources | parts["more"].sources == {"a", "b", "c", "d"}
+
+
+def test_a_worker_that_comes_back_goes_on_from_what_is_on_its_disk() -> None:
+    scene = a_fleet("a")
+    publishes(scene)
+    scene.installs("a", V0)
+    deltas = [f"{step:063x}d" for step in (1, 2)]
+    for step, delta in enumerate(deltas, start=1):
+        offer = DeltaOffer(a_digest(a_version(step - 1)), delta, 1000)
+        scene.state.step = step
+        scene.publishes(step, num_bytes=VERSION_BYTES, deltas=(offer,))
+    ways = {
+        "of_run": ("f" * 64, a_digest(V0)),
+        "of_another": ("f" * 64,),
+        "newest": (a_digest(a_version(1)), a_digest(V0)),
+    }
+    found = {name: announced(scene.worker_joins(name, stored=ways[name]))[name] for name in ways}
+    assert found["of_run"].path == tuple(deltas)
+    assert found["of_run"].num_bytes == 1000
+    assert found["of_another"].path == ()
+    assert found["of_another"].num_bytes == VERSION_BYTES
+    assert found["newest"].path == (deltas[1],)
 
 
 def test_while_nobody_serves_the_version_a_late_joiner_follows_those_who_fetch_it() -> None:
@@ -372,6 +423,39 @@ def test_what_was_measured_is_what_the_next_plan_counts_on_up_to_the_caps() -> N
     assert relay_of(scene, "b")["up_mbit"] == 30.0
     assert status(scene.state, "")["origin_mbit"] == 300.0
     assert scene.state.relays.rates.hosts["a"].down.mbit is None  # it was not what was slow
+
+
+def test_what_a_delta_took_is_measured_like_a_version() -> None:
+    scene = a_fleet("a", "b")
+    publishes(scene)
+    for name in "ab":
+        scene.installs(name, V0)
+    delta = a_digest(a_version(9))
+    scene.state.step = 1
+    offer = DeltaOffer(a_digest(V0), delta, VERSION_BYTES // 10)
+    found = announced(scene.publishes(1, num_bytes=VERSION_BYTES, deltas=(offer,)))
+    assert {message.path for message in found.values()} == {(delta,)}
+    (below,) = [name for name, m in found.items() if m.stripes]
+    above = {"a": "b", "b": "a"}[below]
+
+    def reports(name: str, link: LinkReport, *, missing: int) -> None:
+        scene.receive(
+            name,
+            RelayReport(
+                manifest_digest=delta, num_chunks=CHUNKS // 10, num_missing=missing, links=(link,)
+            ),
+        )
+
+    for seconds in (1.0, 2.0):
+        scene.now += 1.0
+        reports(above, a_link("origin", mbit=40.0, seconds=seconds), missing=1)
+    scene.installs(above, a_version(1))  # its last report was lost
+    fetch = scene.state.relays.rates.host(above).fetch
+    assert fetch is not None
+    assert fetch.done_at == scene.now
+    scene.now += 4.0
+    reports(below, a_link(above, mbit=12.0, seconds=4.0), missing=0)
+    assert relay_of(scene, above)["up_mbit"] == 12.0
 
 
 def test_the_plan_says_whether_a_relay_had_what_it_owed() -> None:

@@ -6,9 +6,11 @@ import pytest
 
 from echo2.core.dissemination import RelayPlan, RelayTree
 from echo2.core.relay_parts import (
+    MOST_NEEDED_MAX,
     SOURCES_MAX,
     followers,
     joiner_part,
+    planned_fields,
     planned_parts,
     planned_shares,
     rate_beside_a_star,
@@ -16,7 +18,7 @@ from echo2.core.relay_parts import (
 )
 from echo2.core.relay_rates import ORIGIN
 from echo2.messages import STRIPES_MAX
-from echo2.types import PeerId, Stripe
+from echo2.types import PeerId, Stripe, Version
 
 
 def a_plan(*trees: tuple[float, dict[str, str]]) -> RelayPlan:
@@ -42,6 +44,15 @@ def test_a_stripe_names_the_way_up_without_the_origin() -> None:
     assert parts[PeerId("a")].stripes == (Stripe(75, ()), Stripe(25, ("c",)))
     assert {part.planned_s for part in parts.values()} == {2.0}
     assert planned_shares(plan) == {"a": 1.0, "b": 0.75, "c": 0.25}
+
+
+def test_the_records_say_who_has_most_workers_behind() -> None:
+    plan = a_plan((0.75, chain("a", "b", "c")), (0.25, chain("c", "b", "a")))
+    assert planned_fields(Version(1, 0), plan)["most_needed"] == {"a": 2, "b": 2, "c": 2}
+    names = [f"w{place}" for place in range(MOST_NEEDED_MAX + 2)]
+    told = planned_fields(Version(1, 0), a_plan((1.0, chain(*names))))["most_needed"]
+    assert list(told.items())[:2] == [("w0", 9), ("w1", 8)]
+    assert len(told) == MOST_NEEDED_MAX
 
 
 def test_a_star_is_told_as_no_stripes() -> None:
@@ -80,8 +91,12 @@ def test_a_parent_that_only_dials_is_told_of_its_children() -> None:
 
 def test_who_joins_late_gets_equal_stripes() -> None:
     part = joiner_part([PeerId("a"), PeerId("b")], 5)
-    assert part.stripes == (Stripe(3, ("a",)), Stripe(2, ("b",)))
-    assert joiner_part([PeerId("a"), PeerId("b")], 1).stripes == (Stripe(1, ("a",)),)
+    assert part.stripes == (Stripe(3, ("a", "b")), Stripe(2, ("b", "a")))
+    assert joiner_part([PeerId("a"), PeerId("b")], 1).stripes == (Stripe(1, ("a", "b")),)
+    three = joiner_part([PeerId("a"), PeerId("b"), PeerId("c")], 6)
+    assert [stripe.sources for stripe in three.stripes] == [
+        ("a", "b", "c"), ("b", "c", "a"), ("c", "a", "b"),
+    ]  # fmt: skip
     assert joiner_part([], 5).stripes == joiner_part([PeerId("a")], 0).stripes == ()
 
 

@@ -9,12 +9,14 @@ from relay_builders import a_link, a_report
 from echo2.core.relay_rates import FORGET, ORIGIN, Rate, RelayRates
 from echo2.types import Digest, LinkReport, Version
 
+TOLD: dict[str, float] = {"t": 100.0}
+"""Downlinks that workers told of."""
 V0, V1, V2 = a_version(0), a_version(1), a_version(2)
 
 
 def a_book(**suppliers: set[str]) -> RelayRates:
     """`suppliers` by sender: from whom the plan has it get what it forwards."""
-    return RelayRates(lambda sender, receiver, digest: suppliers.get(sender))
+    return RelayRates(lambda sender, receiver, digest: suppliers.get(sender), TOLD.get)
 
 
 def reports(
@@ -84,6 +86,15 @@ def test_a_slow_relay_is_not_blamed_for_a_receiver_whose_downlink_is_full() -> N
     assert up(rates, "a") == pytest.approx(55.0)
 
 
+def test_a_receiver_that_told_of_its_downlink_and_fills_it_shows_nothing_of_the_sender() -> None:
+    rates = a_book()
+    measured_up(rates, ORIGIN, 300.0)
+    reports(rates, "t", a_link(ORIGIN, mbit=95.0))
+    assert up(rates, ORIGIN) == pytest.approx(300.0)
+    reports(rates, "a", a_link(ORIGIN, mbit=95.0), version=V1, now=30.0)
+    assert up(rates, ORIGIN) == pytest.approx(300.0 + FORGET * (95.0 - 300.0))
+
+
 def test_a_link_that_was_mostly_idle_never_lowers_what_is_known() -> None:
     rates = a_book()
     slow, idle = a_link(ORIGIN, mbit=10.0), a_link("a", mbit=100.0, seconds=1.0)
@@ -128,6 +139,17 @@ def test_a_relay_that_had_the_tree_it_forwards_was_what_was_slow_whatever_else_i
     reports(other, "a", fast, slow)
     reports(other, "b", a_link("a", mbit=20.0), now=10.1)
     assert up(other, "a") is None  # it waited for c
+
+
+def test_what_is_done_with_a_fetch_after_its_last_byte_is_no_part_of_it() -> None:
+    rates = a_book()
+    measured_up(rates, "a", 100.0)
+    reports(rates, "b", a_link("a", mbit=20.0, seconds=4.0), now=4.0, missing=1, holders=("a",))
+    reports(rates, "b", a_link("a", mbit=20.0, seconds=5.0), now=25.0, holders=("a",))
+    assert rates.host("b").fetch is not None
+    assert rates.host("b").fetch.seconds == pytest.approx(5.0)
+    assert down(rates, "b") == pytest.approx(20.0)
+    assert up(rates, "a") == pytest.approx(100.0 + FORGET * (20.0 - 100.0))
 
 
 def test_a_lower_bound_below_the_default_leaves_a_rate_unknown() -> None:

@@ -15,11 +15,14 @@ from echo2.config import LearnerTable, config_from_mapping
 from echo2.config_loss import LoraTable
 from echo2.errors import ConfigError
 from echo2.messages import BatchGroup
+from echo2.types import Version
 from echo2_learner import lora
 from echo2_learner.batch import TrainingBatch
 from echo2_learner.micro_batch import Cut, micro_batches
 from echo2_learner.policy import Policy
+from echo2_learner.publish import Publisher
 from echo2_learner.trainer import Trainer
+from echo2_workers.engines.stored import stored_tensors
 
 Group = Callable[..., BatchGroup]
 Batch = Callable[..., TrainingBatch]
@@ -59,6 +62,46 @@ def test_what_computes_in_bfloat16_is_what_is_published_and_masters_learn_what_i
     worker.load_tensors(policy.published_tensors())
     ours, theirs = (p.logprobs(TOKENS, LENGTHS, temperature=1.0)[0] for p in (policy, worker))
     assert torch.equal(ours, theirs)
+
+
+def test_bfloat16_weights_that_compute_in_float32_are_what_is_published(
+    tiny_folder: Path, tmp_path: Path, a_group: Group, a_batch: Batch
+) -> None:
+    def read(**how: Any) -> Policy:
+        return Policy.load(tiny_folder, weights_dtype=torch.bfloat16, **how)
+
+    policy, scratch = read(trained=True), read()
+    trainer = a_trainer(policy, learning_rate=1e-4)
+    for _ in range(3):
+        trainer.step(a_batch([a_group()]))
+    for name, parameter in policy.module.named_parameters():
+        master = policy.tensors()[name]
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter, master.bfloat16().float())
+        assert not torch.equal(parameter, master)
+    (tmp_path / "origin.json").write_text('{"endpoint": "tcp://127.0.0.1:5", "public_key": ""}')
+    publisher = Publisher(policy, tmp_path, scratch=scratch, run_name="x", origin_timeout_s=1.0)
+    message = publisher.publish(Version(1, 0))
+    stored = stored_tensors(publisher.versions.folder, message.manifest_digest)
+    assert {dtype for dtype, _, _ in (stored[name] for name in stored)} == {"BF16"}
+    assert 0 < message.num_bytes <= 2 * policy.num_parameters() + 65536
+    other = read()
+    publisher.versions.load(Version(1, 0), other)
+    ours, theirs = (p.logprobs(TOKENS, LENGTHS, temperature=1.0)[0] for p in (policy, other))
+    assert torch.equal(ours, theirs)
+
+
+def test_a_base_beneath_adapters_is_rounded_as_it_is_published(tiny_folder: Path) -> None:
+    policy = Policy.load(
+        tiny_folder,
+        trained=True,
+        adapters=LoraTable(rank=2, alpha=4),
+        weights_dtype=torch.bfloat16,
+    )
+    worker = Policy.load(tiny_folder, weights_dtype=torch.bfloat16)
+    worker.load_tensors(policy.published_tensors(torch.bfloat16))
+    ours, theirs = (p.logprobs(TOKENS, LENGTHS, temperature=1.0)[0] for p in (policy, worker))
+    assert torch.equal(ours, theirs)  # the adapters are zero
 
 
 def test_masters_survive_a_checkpoint_and_a_resumed_run_goes_on_bit_by_bit(

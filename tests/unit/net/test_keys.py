@@ -97,6 +97,7 @@ def test_an_authorized_key_has_its_name_until_it_is_revoked(tmp_path: Path) -> N
     allow_list.authorize("w-1", key)
     assert allow_list.name_of(key) == "w-1"
     assert allow_list.holds("w-1", key)
+    assert (allow_list.key_of("w-1"), allow_list.key_of("w-2")) == (key, None)
     assert allow_list.names() == ("w-1",)
     assert (allow_list.folder / "w-1.pub").read_text() == f"{key}\n"
     assert allow_list.revoke("w-1")

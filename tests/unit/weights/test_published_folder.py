@@ -13,7 +13,7 @@ from echo2.errors import WeightsError
 from echo2.types import Version
 from echo2.weights.files import version_files
 from echo2.weights.model_files import MARKER_NAME, asset_files
-from echo2.weights.published_folder import PublishedFolder, Written
+from echo2.weights.published_folder import DELTAS_KEPT, PublishedFolder, Written
 from echo2.weights.store import open_version, write_version
 
 
@@ -76,8 +76,21 @@ def test_two_versions_stay_and_what_a_learner_wrote_is_not_touched(tmp_path: Pat
     last = written[-2:]
     expected = {of_learner.manifest_digest, *(w.assets_digest for w in last)}
     expected |= {w.manifest.manifest_digest for w in last}
-    expected |= {w.delta.manifest_digest for w in last if w.delta is not None}
+    expected |= {w.delta.manifest_digest for w in written if w.delta is not None}
     assert set(version_files(versions.folder)) == expected
+
+
+def test_the_deltas_of_the_last_steps_stay_and_older_ones_go(tmp_path: Path) -> None:
+    versions, model = PublishedFolder(tmp_path / "versions"), tmp_path / "model"
+    written = [
+        write(versions, a_model(model, bytes(5_000) + bytes([i])), i)
+        for i in range(1, DELTAS_KEPT + 5)
+    ]
+    made = [w.delta.manifest_digest for w in written if w.delta is not None]
+    assert len(made) == DELTAS_KEPT + 3
+    versions.prepare()
+    kept = {d for d in version_files(versions.folder) if d in made}
+    assert kept == set(made[-DELTAS_KEPT:])
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from echo2.messages import (
 from echo2.types import PeerId
 from echo2.weights.assembly import Assembly
 from echo2.weights.open_versions import OpenVersions
-from echo2.weights.request_queue import REQUESTS_PER_PEER_MAX, RequestQueue
 from echo2.weights.serving import ChunkServer
 from echo2.weights.snapshot import Manifest
 from echo2.weights.store import ChunkStore, prune
@@ -109,8 +108,8 @@ def test_manifest_and_chunks_are_those_of_the_version(
         chunks = chunks_of(tmp_path, manifest)
         assert [message for _, message in peers.sent] == [
             ManifestReply(manifest_digest=name, manifest=manifest.encode()),
-            Chunk(manifest_digest=name, index=2, payload=chunks[2]),
             Chunk(manifest_digest=name, index=0, payload=chunks[0]),
+            Chunk(manifest_digest=name, index=2, payload=chunks[2]),
         ]
         assert server.counters["chunks"] == 2
 
@@ -218,33 +217,6 @@ def test_open_versions_are_few_and_removed_ones_are_let_go(
     assert len(versions) == 0
 
 
-def test_versions_take_turns_in_a_queue() -> None:
-    queue = RequestQueue()
-    for index in range(5):
-        assert queue.add("old", index)
-    assert queue.add("new", 0)
-    assert queue.add("old", 0), "asked for again while it waits"
-    assert len(queue) == 6
-    assert queue.take(2) == ("old", [0, 1])
-    assert queue.take(2) == ("new", [0])
-    assert queue.take(2) == ("old", [2, 3])
-    assert queue.take(2) == ("old", [4])
-    assert len(queue) == 0
-
-
-def test_a_queue_is_bounded_and_can_be_dropped() -> None:
-    queue = RequestQueue()
-    for index in range(REQUESTS_PER_PEER_MAX):
-        assert queue.add("a", index)
-    assert not queue.add("b", 0)
-    queue.drop("b")
-    queue.drop("a")
-    assert len(queue) == 0
-    assert queue.add("b", 0)
-    queue.drop()
-    assert len(queue) == 0
-
-
 # ------------------------------------------------------------- versions on their way here
 
 
@@ -262,6 +234,11 @@ def payload(tmp_path: Path, manifest: Manifest, index: int) -> bytes:
         return stored.read(index)
 
 
+def a_chunk(tmp_path: Path, manifest: Manifest, index: int) -> Chunk:
+    content = payload(tmp_path, manifest, index)
+    return Chunk(manifest_digest=manifest.manifest_digest, index=index, payload=content)
+
+
 async def test_a_chunk_that_is_not_here_is_sent_as_soon_as_it_is(
     tmp_path: Path, write_small: WriteSmall
 ) -> None:
@@ -276,10 +253,54 @@ async def test_a_chunk_that_is_not_here_is_sent_as_soon_as_it_is(
     alive = next(m for _, m in peers.sent if isinstance(m, RelayAlive))
     assert (alive.num_held, alive.num_awaited) == (0, 2)
     assembly.add(1, payload(tmp_path, manifest, 1))
-    server.arrived(digest, 1)
+    server.arrived(a_chunk(tmp_path, manifest, 1))
     await eventually(lambda: any(isinstance(m, Chunk) for _, m in peers.sent))
     assert [m.index for _, m in peers.sent if isinstance(m, Chunk)] == [1]
     assembly.close()
+    await server.stop()
+
+
+async def test_what_waits_for_the_uplink_counts_as_held(
+    tmp_path: Path, write_small: WriteSmall
+) -> None:
+    digest = write_small(tmp_path / "store").manifest_digest
+    peers = Peers()
+    server = a_relay(tmp_path, peers, uplink_mbit=1e-3)
+    server.handle(W1, ChunksRequest(manifest_digest=digest, indexes=(0, 1, 2, 3)))
+    await eventually(lambda: any(isinstance(m, RelayAlive) for _, m in peers.sent))
+    alive = next(m for _, m in peers.sent if isinstance(m, RelayAlive))
+    assert peers.indexes(W1) == [0]
+    assert (alive.num_held, alive.num_awaited) == (3, 0)
+    await server.stop()
+
+
+async def test_what_waits_for_the_link_counts_as_held(
+    tmp_path: Path, write_small: WriteSmall
+) -> None:
+    digest = write_small(tmp_path / "store").manifest_digest
+    peers = Peers()
+    server = a_relay(tmp_path, peers)
+    server.handle(W1, ChunksRequest(manifest_digest=digest, indexes=(0, 1, 2, 3)))
+    await peers.until(lambda: len(peers.indexes(W1)) == 4)
+    peers.credits[W1] = CREDIT_BYTES - 300_000
+    await eventually(lambda: any(isinstance(m, RelayAlive) for _, m in peers.sent))
+    alive = next(m for _, m in peers.sent if isinstance(m, RelayAlive))
+    assert alive.num_held == 2
+    peers.credits[W1] = CREDIT_BYTES
+    await eventually(lambda: W1 not in server._sent_last)
+    await server.stop()
+
+
+async def test_a_chunk_goes_to_all_who_want_it_before_the_next_one(
+    tmp_path: Path, write_small: WriteSmall
+) -> None:
+    digest = write_small(tmp_path / "store").manifest_digest
+    peers = Peers()
+    server = a_relay(tmp_path, peers)
+    for peer in (W1, W2):
+        server.handle(peer, ChunksRequest(manifest_digest=digest, indexes=(3, 2, 1, 0)))
+    await peers.until(lambda: len(peers.sent) == 8)
+    assert [m.index for _, m in peers.sent if isinstance(m, Chunk)] == [0, 0, 1, 1, 2, 2, 3, 3]
     await server.stop()
 
 
@@ -315,7 +336,7 @@ async def test_a_chunk_that_does_not_exist_is_refused_to_the_one_who_asked_alone
     assert [peer for peer, m in peers.sent if isinstance(m, ChunksRefused)] == [W2]
     for index in range(manifest.num_chunks):
         assembly.add(index, payload(tmp_path, manifest, index))
-        server.arrived(digest, index)
+        server.arrived(a_chunk(tmp_path, manifest, index))
     (await asyncio.to_thread(assembly.finish)).close()
     server.ends(digest, complete=True)
     server.handle(W2, ChunksRequest(manifest_digest=digest, indexes=(99,)))

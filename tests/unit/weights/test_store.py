@@ -189,6 +189,24 @@ def test_one_assembly_of_a_version_at_a_time(
     assert suffixes(folder, manifest) == set()
 
 
+def test_what_is_complete_is_told_the_last_opened_first(
+    folder: Path,
+    published: Path,
+    write_small: WriteSmall,
+    install: Callable[[ChunkStore, Manifest], StoredVersion],
+) -> None:
+    store = ChunkStore(folder, PLENTY)
+    manifests = [write_small(published, seed=seed) for seed in (1, 2, 3)]
+    for when, manifest in enumerate(manifests):
+        with install(store, manifest) as stored:
+            os.utime(stored.path, (when, when))
+    store.begin(write_small(published, seed=4)).close()  # it is not complete
+    digests = tuple(manifest.manifest_digest for manifest in reversed(manifests))
+    assert store.complete(["weights"], most=2) == digests[:2]
+    assert store.complete(["weights"], most=8) == digests
+    assert store.complete(["adapter"], most=8) == ()
+
+
 def test_a_complete_version_is_opened_and_not_begun(
     folder: Path,
     published: Path,

@@ -299,6 +299,17 @@ def test_a_load_that_breaks_off_leaves_nothing_that_could_serve(tiny: Any) -> No
     assert sampler.version == V2
 
 
+def test_bfloat16_weights_compute_in_float32_where_that_is_asked_for(tiny: Any) -> None:
+    model = tiny.fresh(98)
+    sampler = Sampler(model, eos_ids=[2], sequences_max=4, weights_dtype=torch.bfloat16)
+    with pytest.raises(EngineError, match="is F32"):
+        sampler.load(tiny.tensors(1), V1)
+    sampler.load(tiny.tensors(1, dtype=torch.bfloat16), V1)
+    for name, tensor in tiny.model(1, dtype=torch.bfloat16).state_dict().items():
+        assert model.state_dict()[name].dtype == torch.float32
+        assert torch.equal(model.state_dict()[name], tensor.float())
+
+
 def test_bfloat16_weights_are_loaded_bit_for_bit(tiny: Any) -> None:
     model = tiny.fresh(98, dtype=torch.bfloat16)
     sampler = Sampler(model, eos_ids=[2], sequences_max=4)

@@ -1,4 +1,4 @@
-"""torch's dtypes by the names that versions use (safetensors')."""
+"""torch's dtypes by the names that versions use (safetensors'), and those of settings."""
 
 from __future__ import annotations
 
@@ -16,4 +16,6 @@ DTYPES: Final = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+MODEL_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""By the names of model.dtype, model.compute and learner.dtype."""
 DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}

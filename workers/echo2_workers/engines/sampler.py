@@ -70,12 +70,20 @@ class _Row:
 
 
 class Sampler:
-    """`version` is the loaded one; None means that nothing may be sampled."""
+    """`version` is the loaded one; None means that nothing may be sampled. `weights_dtype`:
+    what versions hold the model's weights in, None for what it computes in."""
 
     def __init__(
-        self, model: Any, *, eos_ids: Sequence[int], sequences_max: int, device: str = "cpu"
+        self,
+        model: Any,
+        *,
+        eos_ids: Sequence[int],
+        sequences_max: int,
+        device: str = "cpu",
+        weights_dtype: torch.dtype | None = None,
     ) -> None:
         self.model = model
+        self._weights_dtype = weights_dtype
         self.version: Version | None = None
         self.steps = 0
         self._eos_ids = frozenset(eos_ids)
@@ -288,7 +296,7 @@ class Sampler:
             problems.append(f"unexpected are {_some(unexpected)} (tied tensors are not published)")
         for name in sorted(parameters.keys() & tensors.keys()):
             dtype, shape, _ = described(tensors, name)
-            wanted = DTYPE_NAMES[parameters[name].dtype], tuple(parameters[name].shape)
+            wanted = self._stored_dtype(parameters[name]), tuple(parameters[name].shape)
             if (dtype, tuple(shape)) != wanted:
                 problems.append(
                     f"{name} is {dtype} {tuple(shape)}, the model has {wanted[0]} {wanted[1]}"
@@ -298,6 +306,11 @@ class Sampler:
                 f"the version does not fit {type(self.model).__name__}: {_some(problems)}; is "
                 "model.dtype the same at the publisher and here, and the model too?"
             )
+
+    def _stored_dtype(self, parameter: torch.Tensor) -> str:
+        is_weight = parameter.dtype == self.model.dtype
+        stored = self._weights_dtype if is_weight and self._weights_dtype else parameter.dtype
+        return DTYPE_NAMES[stored]
 
     @torch.inference_mode()
     def score(self, token_ids: Tokens) -> Logprobs:

@@ -26,6 +26,7 @@ from echo2_workers.engine import (
     Tensors,
     Tokens,
 )
+from echo2_workers.engines.dtypes import MODEL_DTYPES
 from echo2_workers.engines.sampler import Sampler
 from echo2_workers.engines.thread import EngineThread
 
@@ -37,9 +38,17 @@ MEMORY_HINT: Final = "worker.transformers.sequences_max or sampling.max_tokens"
 
 class TransformersEngine:
     def __init__(
-        self, *, dtype: str, device: str = "auto", threads: int = 1, sequences_max: int = 256
+        self,
+        *,
+        dtype: str,
+        weights_dtype: str = "",
+        device: str = "auto",
+        threads: int = 1,
+        sequences_max: int = 256,
     ) -> None:
-        self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+        """Layers compute in `dtype`; versions hold weights in `weights_dtype` ("": the same)."""
+        self._dtype = MODEL_DTYPES[dtype]
+        self._weights_dtype = MODEL_DTYPES[weights_dtype or dtype]
         self._device = _device(device)
         self._threads = threads
         self._sequences_max = sequences_max
@@ -156,6 +165,7 @@ class TransformersEngine:
             eos_ids=_eos_ids(config, assets),
             sequences_max=self._sequences_max,
             device=self._device,
+            weights_dtype=self._weights_dtype,
         )
         sampler.version = WARM_UP
         for length in (2, 3):

@@ -154,6 +154,7 @@ class VllmEngine:
         set_environment(self._settings)
         from vllm import LLMEngine
 
+        from echo2_workers.engines.dtypes import MODEL_DTYPES
         from echo2_workers.engines.vllm_core import VllmCore
         from echo2_workers.engines.vllm_tensors import expected_tensors
 
@@ -166,7 +167,9 @@ class VllmEngine:
             raise ConfigError(f"vLLM refuses worker.vllm: {told(error)}") from error
         core = VllmCore(
             llm,
-            expected=expected_tensors(assets, llm.model_config.dtype),
+            expected=expected_tensors(
+                assets, MODEL_DTYPES[settings.weights_dtype or settings.dtype]
+            ),
             eos_ids=(*eos_ids(assets), *settings.stop_token_ids),
             stop=tuple(settings.stop),
             kv_on_update=settings.kv_on_update,

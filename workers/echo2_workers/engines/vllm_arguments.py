@@ -25,9 +25,12 @@ CPU_KV_CACHE_GB: Final = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings:
-    """The table [worker.vllm], model.dtype and what stops a sequence."""
+    """The table [worker.vllm], what the model computes in and its weights are published in,
+    and what stops a sequence."""
 
     dtype: str
+    weights_dtype: str = ""
+    """"": as dtype."""
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     quantization: str = ""
