@@ -33,7 +33,7 @@ from echo2.core.relay_source import ORIGIN, Limits, Source
 __all__ = ["ORIGIN", "Ask", "Cancel", "Dial", "Limits", "RelayFetch", "Source"]
 
 SLOW_SHARE: Final = 0.6
-SLOW_FOR_S: Final = 2.0
+SLOW_FOR_S: Final = 1.0
 """So long must a source be slow before a part of its chunks goes to the next."""
 LATE_SHARE: Final = 1.25
 """A fetch that takes so many times the planned time has sources to be helped."""

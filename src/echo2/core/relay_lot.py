@@ -21,15 +21,23 @@ class Lot:
     num_left: int
 
     def split(self, source: str, asked: Sequence[int], share: float) -> Lot | None:
-        """Take `share` of what is left, from its end, into a lot of its own, in which the
-        sources after `source` come first and itself last. `asked`: chunks of this lot that are
-        asked of it; those that go stand in the new lot's `wanted`. None: nothing goes."""
+        """Take `share` of what is left into a lot of its own, in which the sources after
+        `source` come first and itself last. `asked`: chunks of this lot that are asked of it,
+        which it keeps, as far as it keeps so many: they may be on their way; those that go
+        stand in the new lot's `wanted`. None: nothing goes.
+
+        What goes is spread evenly over the rest, since whoever gets these chunks from us asks
+        for the lowest first: if the slow source kept the lowest, those windows would be full
+        of what comes last."""
         left = [*asked, *self.wanted]
         num_moved = int(len(left) * share + 0.5)
         if not num_moved:
             return None
-        kept, moved = left[: len(left) - num_moved], left[len(left) - num_moved :]
-        self.wanted = deque(kept[len(asked) :])
+        rest = left[min(len(asked), len(left) - num_moved) :]
+        places = {(2 * k + 1) * len(rest) // (2 * num_moved) for k in range(num_moved)}
+        moved = [rest[place] for place in sorted(places)]
+        gone = set(moved)
+        self.wanted = deque(index for index in self.wanted if index not in gone)
         self.num_left -= num_moved
         place = self.sources.index(source) + 1
         sources = self.sources[place:] + self.sources[:place]

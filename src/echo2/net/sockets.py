@@ -39,21 +39,26 @@ CURVE_OVERHEAD_BYTES: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class LaneLimits:
-    """`messages_max`: high-water mark of each direction and connection, in messages.
+    """`sent_max`, `received_max`: high-water marks of each connection, in messages that ZeroMQ
+    has taken from us, or from the peer.
     `credit_bytes`: most bytes that wait for one peer before they are handed to ZeroMQ.
     `ping_ms`, `silence_ms`: ZeroMQ's own heartbeat. It can only pass between two messages,
     so lanes with long ones allow a longer silence: a slow upload is not a dead peer."""
 
-    messages_max: int
+    sent_max: int
+    received_max: int
     credit_bytes: int
     ping_ms: int
     silence_ms: int
 
 
 LANES: Final = {
-    Lane.CONTROL: LaneLimits(256, 16 << 20, ping_ms=5_000, silence_ms=20_000),
-    Lane.ROLLOUTS: LaneLimits(32, 256 << 20, ping_ms=15_000, silence_ms=300_000),
-    Lane.CHUNKS: LaneLimits(64, 96 << 20, ping_ms=15_000, silence_ms=120_000),
+    Lane.CONTROL: LaneLimits(256, 256, 16 << 20, ping_ms=5_000, silence_ms=20_000),
+    Lane.ROLLOUTS: LaneLimits(32, 32, 256 << 20, ping_ms=15_000, silence_ms=300_000),
+    # Few to send: what ZeroMQ has taken can neither be put in another order nor taken back.
+    # Many to receive, far above what we ask for at once: when a mark stops the input and the
+    # peer then closes, the next ping ends the process (libzmq's issue 4841).
+    Lane.CHUNKS: LaneLimits(8, 256, 96 << 20, ping_ms=15_000, silence_ms=120_000),
 }
 
 
@@ -197,8 +202,8 @@ def _socket(
     socket = _plain_socket(context, kind)
     options = {
         zmq.LINGER: LINGER_MS,
-        zmq.SNDHWM: limits.messages_max,
-        zmq.RCVHWM: limits.messages_max,
+        zmq.SNDHWM: limits.sent_max,
+        zmq.RCVHWM: limits.received_max,
         zmq.MAXMSGSIZE: frame_max_bytes(lane, role) + CURVE_OVERHEAD_BYTES,
         zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
         zmq.HEARTBEAT_IVL: limits.ping_ms,

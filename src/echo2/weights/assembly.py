@@ -33,6 +33,7 @@ from echo2.weights.versions import (
 
 log = structlog.get_logger(__name__)
 
+AHEAD_CHUNKS: Final = 8
 _CANNOT_RESERVE: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -59,6 +60,9 @@ class Assembly:
         self._on_close = on_close
         self._on_finish = on_finish
         self._lock = threading.Lock()
+        self._whole = blake3()
+        self._num_hashed = 0
+        """Leading chunks that the digest of the whole has taken in."""
         self._have = bytearray(manifest.num_chunks)
         self._num_have = 0
         self._handle = -1
@@ -113,7 +117,24 @@ class Assembly:
                 self._num_have += 1
                 first = index - index % 8
                 _write_range(self._bitmap, _bits(self._have[first : first + 8]), index // 8)
+            if index == self._num_hashed:
+                self._whole.update(payload)
+                self._num_hashed += 1
+            self._hash_ahead()
         return True
+
+    def _hash_ahead(self) -> None:
+        """Take in a few chunks that came before their turn, while others are on their way: at
+        the end little is left to hash."""
+        for _ in range(AHEAD_CHUNKS):
+            if not self.has(self._num_hashed):
+                return
+            try:
+                content = read_range(self._handle, *self.manifest.chunk_range(self._num_hashed))
+            except (OSError, WeightsError):
+                return  # `finish` reads it again, and tells
+            self._whole.update(content)
+            self._num_hashed += 1
 
     def read(self, index: int) -> bytes:
         """A chunk that is here; WeightsError when it is not."""
@@ -143,8 +164,12 @@ class Assembly:
                 )
             # Hashing must not keep `close` waiting, nor read a descriptor that it closed.
             handle = os.dup(self._handle)
+            whole, num_hashed = self._whole, self._num_hashed
+            # A second call, after this one was stopped, begins anew.
+            self._whole, self._num_hashed = blake3(), 0
         try:
-            verify_whole(handle, self.manifest, stop=stop)
+            num_bytes = self.manifest.chunk_range(num_hashed - 1)[1] if num_hashed else 0
+            verify_whole(handle, self.manifest, whole=whole, num_hashed=num_bytes, stop=stop)
             with disk_errors(f"completing version {self._short}", self._folder), self._lock:
                 self._check_open()
                 os.replace(self._path(PARTIAL), self._path(BIN))

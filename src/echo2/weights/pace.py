@@ -1,9 +1,9 @@
 """A cap of what leaves a machine, in bytes of payload per second.
 
-Promise: over any time t no more than (t + BURST_S) seconds' worth is let through, in the order
-of the calls. The headers of Ethernet, IP and TCP come on top of the payload: 66 bytes for each
-1448 (RFC 793, 7323), so a cap of the line leaves PAYLOAD_SHARE of it. More, and the queue would
-form in the line, where nobody chooses what goes first.
+Promise: over any time t no more than (t + BURST_S) seconds' worth and one message more are let
+through, in the order of the calls. The headers of Ethernet, IP and TCP come on top of the
+payload: 66 bytes for each 1448 (RFC 793, 7323), so a cap of the line leaves PAYLOAD_SHARE of it.
+More, and the queue would form in the line, where nobody chooses what goes first.
 """
 
 from __future__ import annotations

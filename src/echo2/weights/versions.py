@@ -301,10 +301,18 @@ def read_range(handle: int, start: int, end: int) -> bytes:
     return content
 
 
-def verify_whole(handle: int, manifest: Manifest, *, stop: threading.Event | None = None) -> None:
-    """Check digest and padding of a whole file; WeightsError says what differs."""
-    whole = blake3()
-    for start in range(0, manifest.num_bytes, PIECE_BYTES):
+def verify_whole(
+    handle: int,
+    manifest: Manifest,
+    *,
+    whole: blake3 | None = None,
+    num_hashed: int = 0,
+    stop: threading.Event | None = None,
+) -> None:
+    """Check digest and padding of a whole file; WeightsError says what differs. `whole` has
+    hashed the first `num_hashed` bytes already."""
+    whole = blake3() if whole is None else whole
+    for start in range(num_hashed, manifest.num_bytes, PIECE_BYTES):
         check_stop(stop)
         whole.update(read_range(handle, start, min(start + PIECE_BYTES, manifest.num_bytes)))
     if whole.hexdigest() != manifest.digest:

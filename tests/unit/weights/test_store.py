@@ -232,6 +232,35 @@ def test_a_closed_assembly_takes_and_gives_nothing(
             use()
 
 
+@pytest.mark.parametrize("order", ["rising", "falling", "far"])
+def test_the_whole_is_hashed_while_chunks_come_in_any_order(
+    folder: Path, published: Path, write_small: WriteSmall, chunks_of: Chunks, order: str
+) -> None:
+    manifest = write_small(published, num_bytes=256 * 40)
+    payloads = chunks_of(published, manifest)
+    indexes = list(range(len(payloads)))
+    if order == "falling":
+        indexes.reverse()
+    if order == "far":
+        indexes = [*indexes[20:], *indexes[:20]]
+    store = ChunkStore(folder, PLENTY)
+    begun = store.begin(manifest)
+    for index in indexes[:30]:
+        begun.add(index, payloads[index])
+    begun.close()
+    assembly = store.begin(manifest)  # hashes what is here anew
+    for index in indexes[30:]:
+        assembly.add(index, payloads[index])
+    stop = threading.Event()
+    stop.set()
+    try:
+        stored = assembly.finish(stop=stop)
+    except WeightsError:  # something was left to hash
+        stored = assembly.finish()
+    with stored:
+        stored.verify()
+
+
 def test_a_manifest_whose_whole_is_wrong_is_never_complete(
     folder: Path, published: Path, write_small: WriteSmall, fill: Callable[[Assembly], Assembly]
 ) -> None:
