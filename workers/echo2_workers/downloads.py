@@ -195,6 +195,7 @@ class Downloads:
             del self._deltas[fetch.manifest_digest]
             self._tasks.start(self._remove(list(fetch.path)), name="remove_deltas")
             return None
+        self._relay.made(fetch.manifest_digest)
         return self._keep_open(fetch.manifest_digest, made)
 
     def _apply(

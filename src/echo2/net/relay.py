@@ -127,6 +127,11 @@ class Relay:
         """Whom it may talk to from now on, beside the origin."""
         self._links.set_peers(peers)
 
+    def made(self, manifest_digest: str) -> None:
+        """A version was made here without a fetch, of deltas: those who asked for it and wait
+        get it now."""
+        self.server.ends(manifest_digest, complete=True)
+
     def serve(self, names: Iterable[str]) -> None:
         """Dial these peers, who cannot dial us, so that they can ask us."""
         for name in names:

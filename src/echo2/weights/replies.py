@@ -21,6 +21,7 @@ import structlog
 from echo2.errors import WeightsError
 from echo2.messages import Chunk, ManifestReply
 from echo2.weights.assembly import Assembly
+from echo2.weights.files import BIN
 from echo2.weights.open_versions import OpenVersions
 from echo2.weights.snapshot import Manifest
 
@@ -47,6 +48,7 @@ class Replies:
     """From the versions in `folder`, and from those that `begin` to come."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._versions = OpenVersions(folder)
         self._assemblies: dict[str, Assembly] = {}
         self._recent: OrderedDict[Key, Chunk] = OrderedDict()
@@ -71,6 +73,10 @@ class Replies:
         """False only for what is still on its way."""
         assembly = self._assemblies.get(manifest_digest)
         return assembly is None or index == MANIFEST or assembly.has(index)
+
+    def is_whole(self, manifest_digest: str) -> bool:
+        """Is all of the version on the disk?"""
+        return (self._folder / f"{manifest_digest}{BIN}").exists()
 
     def keep(self, chunk: Chunk) -> None:
         """A verified chunk, which somebody will want in a moment."""

@@ -136,14 +136,21 @@ class ChunkServer:
     def ends(self, manifest_digest: str, *, complete: bool) -> None:
         """The version is here as a whole, or comes no more: who awaits the rest is told."""
         self._replies.ends(manifest_digest)
+        if complete:
+            self._unknown.pop(manifest_digest, None)
+            self._wake(manifest_digest)
+            return
         for peer, queue in self._queues.items():
             awaited = queue.awaited(manifest_digest)
-            if complete:
-                for index in awaited:
-                    queue.arrived(manifest_digest, index)
-            elif awaited:
+            if awaited:
                 queue.drop(manifest_digest, awaited)
                 self._refuse(peer, manifest_digest, "its own fetch ended before it was complete")
+        self._news.set()
+
+    def _wake(self, manifest_digest: str) -> None:
+        for queue in self._queues.values():
+            for index in queue.awaited(manifest_digest):
+                queue.arrived(manifest_digest, index)
         self._news.set()
 
     # ------------------------------------------------------------------------ requests
@@ -323,6 +330,8 @@ class ChunkServer:
                     )
                     if not self._send(peer, alive):
                         self._sent_last.pop(peer, None)
+            for digest in filter(self._replies.is_whole, self._unknown):
+                self._wake(digest)  # it came between our reading and our waiting for it
             over = [digest for digest, until in self._unknown.items() if loop.time() > until]
             for digest in over:
                 del self._unknown[digest]

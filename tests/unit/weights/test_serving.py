@@ -323,6 +323,27 @@ async def test_whoever_asks_before_the_version_is_known_here_is_served_when_it_i
     await server.stop()
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+async def test_whoever_asks_for_a_version_that_is_then_made_here_of_deltas_gets_it(
+    tmp_path: Path, write_small: WriteSmall, *, is_told: bool
+) -> None:
+    manifest = write_small(tmp_path / "elsewhere")
+    (tmp_path / "store").mkdir()
+    peers = Peers()
+    server = a_relay(tmp_path, peers, unknown_hold_s=DEADLINE_S)
+    digest = manifest.manifest_digest
+    server.handle(W1, ChunksRequest(manifest_digest=digest, indexes=(0,)))
+    await eventually(lambda: any(isinstance(m, RelayAlive) for _, m in peers.sent))
+    for path in (tmp_path / "elsewhere").iterdir():
+        path.rename(tmp_path / "store" / path.name)
+    if is_told:
+        server.ends(digest, complete=True)
+    await eventually(lambda: peers.indexes(W1) == [0])
+    server.handle(W1, ChunksRequest(manifest_digest=digest, indexes=(1,)))
+    await eventually(lambda: peers.indexes(W1) == [0, 1])
+    await server.stop()
+
+
 async def test_a_chunk_that_does_not_exist_is_refused_to_the_one_who_asked_alone(
     tmp_path: Path, write_small: WriteSmall
 ) -> None:
