@@ -169,6 +169,7 @@ class Logprobs(MetricsCheck):
         precisions = {*self.history.precisions.values(), self.settings.dtype}
         allowed = max(LOGPROB_DIFF_MAX.get(name, 0.0) for name in precisions)
         compared = 0
+        checks = 0.0
         largest: float | None = None
         for line in self.metrics:
             diff = line["logprob_diff_mean"]
@@ -177,6 +178,8 @@ class Logprobs(MetricsCheck):
             self.promise.checked += 1
             tokens = line["logprob_diff_tokens"]
             compared += tokens
+            # What one batch had too few for was added up with the next.
+            checks += min(2.0, tokens / LOGPROB_TOKENS_MIN)
             if tokens < LOGPROB_TOKENS_MIN:
                 self.violate(
                     line.where,
@@ -192,7 +195,7 @@ class Logprobs(MetricsCheck):
                     step=line["step"],
                 )
             largest = max(largest or 0.0, diff)
-        self._enough()
+        self._enough(checks)
         if not self.promise.checked:
             self.promise.skipped = (
                 f"nothing was checked: none of {len(self.metrics)} lines compares logprobs (a "
@@ -201,7 +204,7 @@ class Logprobs(MetricsCheck):
             return
         self.promise.facts.update({"largest": largest, "allowed": allowed, "tokens": compared})
 
-    def _enough(self) -> None:
+    def _enough(self, checks: float) -> None:
         """Half of the lines have a check, or as many as small batches add up to: a mean needs
         LOGPROB_TOKENS_MIN tokens, and a learner that dies loses what it had added up."""
         every = max(2, self.settings.logprob_check_every_steps)
@@ -213,7 +216,7 @@ class Logprobs(MetricsCheck):
                 wanted += len(lines) // every
             else:
                 wanted += min(len(lines) // every, tokens // (3 * LOGPROB_TOKENS_MIN))
-        if self.promise.checked < wanted:
+        if checks < wanted:
             self.violate(
                 METRICS_FILE,
                 f"{self.promise.checked} of {len(self.metrics)} lines have logprob_diff_mean; a "

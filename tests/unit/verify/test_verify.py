@@ -42,6 +42,15 @@ def test_a_run_too_small_for_a_comparison_of_logprobs_says_that_nothing_was_chec
     assert "nothing was checked" in report["logprobs"].skipped
 
 
+def test_comparisons_of_two_small_batches_may_be_added_up(run: ARun, tmp_path: Path) -> None:
+    first, second = [line for line in run.metrics if line["logprob_diff_tokens"]][:2]
+    first.update(logprob_diff_mean=None, logprob_diff_tokens=0)
+    assert "logprobs" in broken(verify(run, tmp_path / "lost"))
+    second.update(logprob_diff_tokens=2050)
+    report = verify(run, tmp_path / "added")
+    assert report["logprobs"].holds, report.to_text()
+
+
 def test_an_interrupted_run_may_end_in_the_middle_of_a_line_and_of_a_group(
     run: ARun, tmp_path: Path
 ) -> None:
