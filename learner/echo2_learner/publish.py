@@ -30,7 +30,7 @@ from torch import Tensor
 
 from echo2.core.lineage import Lineage
 from echo2.errors import LearnerError, WaitTimeoutError
-from echo2.messages import VersionPublished
+from echo2.messages import DELTA_PATH_MAX, VersionPublished
 from echo2.types import DeltaOffer, Version
 from echo2.weights.adapter import AdapterBase, adapter_base
 from echo2.weights.delta import write_delta
@@ -47,7 +47,6 @@ NUM_PROBES: Final = 4
 PROBE_LENGTH: Final = 12
 PROBE_SEED: Final = 12
 VERSION_KEY: Final = "version"
-DELTAS_KEPT: Final = 16
 
 DTYPE_NAMES: Final = {
     torch.float64: "F64",
@@ -81,7 +80,7 @@ class PublishedVersions:
         for path in by_age:
             with _opened(self.folder, path.stem) as stored:
                 if stored.manifest.kind == "delta":
-                    self._deltas = [*self._deltas, path.stem][-DELTAS_KEPT:]
+                    self._deltas = [*self._deltas, path.stem][-DELTA_PATH_MAX:]
                 if VERSION_KEY not in stored.manifest.metadata:
                     continue
                 manifest = stored.manifest
@@ -94,7 +93,7 @@ class PublishedVersions:
         self._digests[version] = manifest.manifest_digest
         if delta is not None:
             self._deltas.append(delta.manifest_digest)
-            del self._deltas[:-DELTAS_KEPT]
+            del self._deltas[:-DELTA_PATH_MAX]
         base = adapter_base(manifest)
         if base is not None:
             self._bases[manifest.manifest_digest] = base.manifest_digest

@@ -546,7 +546,12 @@ def test_no_wake_up_is_lost_in_traffic_both_ways(
 
 def test_a_peer_that_does_not_read_uses_up_its_own_credit_only(tmp_path: Path) -> None:
     async def scenario(net: Net) -> None:
-        router = await net.router(Lane.ROLLOUTS, credit_bytes=8 << 20)
+        told: dict[PeerId, int] = {}
+        router = await net.router(
+            Lane.ROLLOUTS,
+            credit_bytes=8 << 20,
+            on_room=lambda peer: told.update({peer: router.credit(peer)}),
+        )
         slow = await net.dealer(router, "slow", Lane.ROLLOUTS, role=Role.LEARNER)
         fast = await net.dealer(router, "fast", Lane.ROLLOUTS, role=Role.LEARNER)
         await until(lambda: len(router.peers()) == 2)
@@ -561,6 +566,27 @@ def test_a_peer_that_does_not_read_uses_up_its_own_credit_only(tmp_path: Path) -
         for _ in range(router.counters["sent"] - 20):
             assert await slow.receive() == message
         await until(lambda: router.credit(PeerId("slow")) == 8 << 20)
+        assert told == {PeerId("slow"): 8 << 20, PeerId("fast"): 8 << 20}
+
+    with_net(scenario, tmp_path)
+
+
+def test_a_dealer_tells_when_its_queue_got_shorter(tmp_path: Path) -> None:
+    async def scenario(net: Net) -> None:
+        router = await net.router(Lane.ROLLOUTS)
+        told: list[int] = []
+        worker = await net.dealer(
+            router,
+            "w-1",
+            Lane.ROLLOUTS,
+            queue_bytes=8 << 20,
+            on_room=lambda: told.append(worker.credit),
+        )
+        for index in range(3):
+            assert worker.send(a_group(f"g-{index}", tokens=22_000))
+        assert worker.credit < 8 << 20
+        await until(lambda: len(net.got) == 3)
+        assert told[-1] == 8 << 20
 
     with_net(scenario, tmp_path)
 

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from echo2.core.delta_paths import Artifact, cheapest_path
-from echo2.messages import DELTA_PATH_MAX, VersionPublished
+from echo2.messages import VersionPublished
 from echo2.types import PeerId
 
 OFFERS_MAX: Final = 16
-STEPS_MAX: Final = DELTA_PATH_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ class DeltaOffers:
             return whole
         want = published.manifest_digest
         full = Artifact(digest=want, target=want, num_bytes=published.num_bytes)
-        found = cheapest_path(have, want, [full, *self._offers.values()], steps_max=STEPS_MAX)
+        found = cheapest_path(have, want, [full, *self._offers.values()])
         if not found or any(artifact.base is None for artifact in found):
             return whole
         total_bytes = sum(artifact.num_bytes for artifact in found)

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
 
-STEPS_MAX: Final = 8
+from echo2.messages import DELTA_PATH_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ def cheapest_path(
     want: str,
     artifacts: Iterable[Artifact],
     *,
-    steps_max: int = STEPS_MAX,
+    steps_max: int = DELTA_PATH_MAX,
     step_bytes: int = 0,
 ) -> list[Artifact] | None:
     """The artifacts to fetch, in the order in which they are applied; None when none lead there.

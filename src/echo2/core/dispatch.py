@@ -323,7 +323,7 @@ class Dispatcher:
         if not versions:
             return
         for worker in state.members.ready():
-            if worker.installed not in versions:
+            if worker.installed not in versions or worker.rests_until > state.now:
                 continue
             assert worker.installed is not None
             leases = state.book.num_leases(worker.peer) + state.evals.num_leases(worker.peer)

@@ -38,6 +38,8 @@ SLOW_FOR_S: Final = 1.0
 LATE_SHARE: Final = 1.25
 """A fetch that takes so many times the planned time has sources to be helped."""
 WEIGHED_EACH_S: Final = 0.25
+REFILL_SHARE: Final = 0.25
+"""Of a source's window must be free before it is asked for more."""
 LAST_S: Final = 4.0
 """What is done sooner needs no help."""
 OVERSLEPT_S: Final = 0.5
@@ -353,13 +355,21 @@ class RelayFetch:
             if name in avoid and not source.is_origin:
                 continue
             if self._works(name):
-                if source.window_left(self.limits) > len(found.get(name, ())):
+                if self._has_room(source, len(found.get(name, ()))):
                     return source
                 if not source.failures or source.is_origin:
                     return None
             elif is_new and self._is_coming(source):
                 return None
         return None
+
+    def _has_room(self, source: Source, num_found: int) -> bool:
+        """Beside `num_found` chunks that it is about to be asked for. One who owes us chunks is
+        asked for several more at once: each request costs both ends as much as a chunk."""
+        left = source.window_left(self.limits)
+        if num_found or not source.asked:
+            return left > num_found
+        return left >= max(1, int(self.limits.window_chunks * REFILL_SHARE))
 
     def _works(self, name: str) -> bool:
         return self.sources[name].works(self.limits, self._now)

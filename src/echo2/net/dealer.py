@@ -47,6 +47,8 @@ log = structlog.get_logger()
 
 INBOX_MAX: Final = 64
 _SENT_PER_TURN: Final = 16
+_MONITOR: Final = 1
+"""Its place among the sockets that are watched."""
 _REDIAL_BASE_S: Final = 0.1
 _REDIAL_MAX_S: Final = 3.0
 
@@ -73,7 +75,8 @@ class Dealer:
 
     `name` is ours, for logs; it is our identity only when CURVE is off (`keys` None, loopback
     only). `greeting` makes the first message of each connection. `on_state(state, reason)` is
-    called on the event loop at each change. `queue_bytes`: most bytes that wait to be sent.
+    called on the event loop at each change, `on_room` when the queue got shorter.
+    `queue_bytes`: most bytes that wait to be sent.
     Raises ConfigError for an endpoint or a server key that is none, and without CURVE for a
     name that is none or an endpoint that is not loopback.
     """
@@ -91,6 +94,7 @@ class Dealer:
         server_role: Role | None = None,
         greeting: Callable[[], Message] | None = None,
         on_state: Callable[[Connection, str], None] | None = None,
+        on_room: Callable[[], None] | None = None,
         queue_bytes: int | None = None,
         rng: random.Random | None = None,
     ) -> None:
@@ -117,6 +121,7 @@ class Dealer:
         self._server_role = server_role or default
         self._greeting = greeting
         self._on_state = on_state
+        self._on_room = on_room
         self._backoff = Backoff(rng or random.Random(), base_s=_REDIAL_BASE_S, max_s=_REDIAL_MAX_S)
         self._queue = OutQueue(LANES[lane].credit_bytes if queue_bytes is None else queue_bytes)
         self._inbox: deque[Message] = deque()
@@ -242,18 +247,18 @@ class Dealer:
         try:
             socket.connect(self._endpoint)
             while True:
-                ended = self._read_monitor(monitor) or ended
-                worked = self._receive_turn(socket)
+                if wakeups.fired(_MONITOR):
+                    ended = self._read_monitor(monitor) or ended
+                self._receive_turn(socket)
                 if not ended and self.state is Connection.CONNECTED:
-                    worked += self._send_turn(socket)
-                if worked:
+                    self._send_turn(socket)
+                if self._can_work(socket, ended=ended):
                     await asyncio.sleep(0)
-                elif self._stopping and not self._queue:
+                    continue
+                is_flushed = self._stopping and not self._queue
+                if is_flushed or (ended and not is_ready(socket, zmq.POLLIN)):
                     return
-                elif not self._can_work(socket, ended=ended):
-                    if ended and not is_ready(socket, zmq.POLLIN):
-                        return
-                    await wakeups.wait()
+                await wakeups.wait()
         finally:
             self._wakeups = None
             wakeups.close()
@@ -321,7 +326,7 @@ class Dealer:
             self._set_state(Connection.CONNECTING, f"the connection to {at} was lost")
         return True
 
-    def _receive_turn(self, socket: zmq.Socket[bytes]) -> int:
+    def _receive_turn(self, socket: zmq.Socket[bytes]) -> None:
         num_messages = 0
         while len(self._inbox) < INBOX_MAX and num_messages < INBOX_MAX:
             try:
@@ -345,9 +350,8 @@ class Dealer:
             self.counters["received"] += 1
             self._inbox.append(message)
             self._arrived.set()
-        return num_messages
 
-    def _send_turn(self, socket: zmq.Socket[bytes]) -> int:
+    def _send_turn(self, socket: zmq.Socket[bytes]) -> None:
         num_messages = 0
         while self._queue and num_messages < _SENT_PER_TURN:
             try:
@@ -357,4 +361,5 @@ class Dealer:
             self._queue.pop()
             num_messages += 1
         self.counters["sent"] += num_messages
-        return num_messages
+        if num_messages and self._on_room is not None:
+            self._on_room()

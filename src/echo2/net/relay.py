@@ -67,6 +67,7 @@ class Relay:
             on_up=self._up,
             on_down=self._down,
             on_accepted=lambda name: self.server.forget(PeerId(name)),
+            on_room=lambda: self.server.look(),
         )
         self.server = ChunkServer(
             store.folder,

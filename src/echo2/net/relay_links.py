@@ -50,10 +50,11 @@ class RelayLinks:
         on_up: Callable[[str], None],
         on_down: Callable[[str, str], None],
         on_accepted: Callable[[str], None],
+        on_room: Callable[[], None],
     ) -> None:
         """`bind`: where to listen, "tcp://HOST:PORT"; "" to dial only. `on_accepted` is told of
         each connection that a peer made, before `on_up`: what it asked for on the one before
-        is void."""
+        is void. `on_room`: somebody's `credit` grew."""
         self.endpoint = ""
         self._context = context
         self._name = name
@@ -63,6 +64,7 @@ class RelayLinks:
         self._on_up = on_up
         self._on_down = on_down
         self._on_accepted = on_accepted
+        self._on_room = on_room
         self._peers: dict[str, RelayPeer] = {}
         self._allowed = PeerKeys()
         self._dialed: dict[str, _Dialed] = {}
@@ -86,6 +88,7 @@ class RelayLinks:
             on_message=lambda peer, message: self._on_message(str(peer), message),
             on_peer=self._accepted,
             on_gone=self._gone,
+            on_room=lambda _: self._on_room(),
             client_roles=lambda peer: frozenset({Role.WORKER}),
             credit_bytes=CREDIT_BYTES,
         )
@@ -204,6 +207,7 @@ class RelayLinks:
             keys=self._keys,
             name=self._name,
             on_state=on_state,
+            on_room=self._on_room,
             queue_bytes=CREDIT_BYTES,
         )
 

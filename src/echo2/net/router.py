@@ -49,7 +49,9 @@ MESSAGES_PER_TURN: Final = 64
 BYTES_PER_TURN: Final = 8 << 20
 PEERS_MAX: Final = 65536
 _SENT_PER_PEER_AND_TURN: Final = 16
-_RETRY_S: Final = 0.01
+_MONITOR: Final = 1
+"""Its place among the sockets that are watched."""
+_RETRY_S: Final = 0.25
 _BIND_RETRY_S: Final = 0.05
 
 
@@ -64,7 +66,8 @@ class Router:
     """The server's end of a lane.
 
     `on_peer` is told of each connection, as soon as the peer can be sent to, `on_gone` when a
-    message to it could not be delivered, or it is not allowed any more.
+    message to it could not be delivered, or it is not allowed any more, `on_room` when its
+    queue got shorter.
     `client_roles` narrows what a peer may send to the messages of these roles; by default
     any role but our own. Without `keys` (loopback only) a peer is who it says it is.
     `credit_bytes`: most bytes that wait for one peer. Raises ConfigError for an address that
@@ -83,6 +86,7 @@ class Router:
         on_refused: Callable[[PeerId | None, ProtocolError], None] | None = None,
         on_peer: Callable[[PeerId], None] | None = None,
         on_gone: Callable[[PeerId], None] | None = None,
+        on_room: Callable[[PeerId], None] | None = None,
         client_roles: Callable[[PeerId], frozenset[Role]] | None = None,
         credit_bytes: int | None = None,
     ) -> None:
@@ -103,6 +107,7 @@ class Router:
         self._on_refused = on_refused
         self._on_peer = on_peer
         self._on_gone = on_gone
+        self._on_room = on_room
         others = frozenset(Role) - {role}
         self._client_roles = client_roles or (lambda peer: others)
         self._credit_bytes = LANES[lane].credit_bytes if credit_bytes is None else credit_bytes
@@ -204,15 +209,19 @@ class Router:
         try:
             while True:
                 self._forget_revoked()
-                worked = 0 if self._stopping else self._receive_turn(socket)
-                worked += self._send_turn(socket)
-                worked += self._count_failed_handshakes(monitor)
-                if worked:
-                    await asyncio.sleep(0)
-                elif self._stopping and not self._queued:
+                if not self._stopping:
+                    self._receive_turn(socket)
+                num_sent = self._send_turn(socket)
+                if wakeups.fired(_MONITOR):
+                    self._count_failed_handshakes(monitor)
+                if self._stopping and not self._queued:
                     return
-                elif not is_ready(socket, zmq.POLLIN) or self._stopping:
-                    # Whose pipe has room again cannot be asked of a ROUTER: look again soon.
+                can_receive = is_ready(socket, zmq.POLLIN) and not self._stopping
+                if can_receive or (num_sent and self._queued):
+                    await asyncio.sleep(0)
+                else:
+                    # Whose pipe has room again cannot be asked of a ROUTER, but its descriptor
+                    # tells; what is queued is looked at now and then all the same.
                     await wakeups.wait(_RETRY_S if self._queued else None)
         finally:
             self._close()
@@ -248,7 +257,7 @@ class Router:
             else:
                 return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def _receive_turn(self, socket: zmq.Socket[bytes]) -> int:
+    def _receive_turn(self, socket: zmq.Socket[bytes]) -> None:
         num_messages = num_bytes = 0
         while num_messages < MESSAGES_PER_TURN and num_bytes < BYTES_PER_TURN:
             try:
@@ -258,7 +267,6 @@ class Router:
             num_messages += 1
             num_bytes += sum(map(len, frames))
             self._take(frames)
-        return num_messages
 
     def _take(self, frames: list[zmq.Frame]) -> None:
         route, *parts = frames
@@ -372,6 +380,8 @@ class Router:
             num_bytes += state.queue.pop()
             num_messages += 1
         self.counters["sent"] += num_messages
+        if num_messages and self._on_room is not None:
+            self._on_room(peer)
         return num_messages, num_bytes
 
     def _forget(self, peer: PeerId) -> None:
@@ -384,17 +394,16 @@ class Router:
         self.counters["dropped"] += len(state.queue)
         state.queue.clear()
         self._queued.pop(peer, None)
+        if self._on_room is not None:
+            self._on_room(peer)
 
-    def _count_failed_handshakes(self, monitor: zmq.Socket[bytes]) -> int:
-        num_events = 0
-        while num_events < MESSAGES_PER_TURN:
+    def _count_failed_handshakes(self, monitor: zmq.Socket[bytes]) -> None:
+        while True:
             try:
                 monitor.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                break
-            num_events += 1
-        self.counters["handshake_failed"] += num_events
-        return num_events
+                return
+            self.counters["handshake_failed"] += 1
 
 
 def _receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:

@@ -307,11 +307,11 @@ class VersionFetch:
         self._progress_at = self._now()
         while not state.is_done:
             self._carry_out(state)
+            if not self._arrivals:
+                await self._wait(TURN_S)
+                self._check_sources(state)
             if self._arrivals:
                 await self._settle(assembly, state)
-                continue
-            await self._wait(TURN_S)
-            self._check_sources(state)
 
     def _lots(self, assembly: Assembly) -> list[tuple[tuple[str, ...], list[int]]]:
         """What is missing, by the sources that the plan names for it."""

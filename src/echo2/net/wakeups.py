@@ -25,10 +25,25 @@ class Wakeups:
     def __init__(self, *sockets: zmq.Socket[Any]) -> None:
         self._loop = asyncio.get_running_loop()
         self._descriptors = [int(socket.getsockopt(zmq.FD)) for socket in sockets]
-        self._is_set = True  # what happened before the watch began is not known
+        # What happened before the watch began is not known.
+        self._is_set = True
+        self._fired = set(self._descriptors)
         self._waiter: asyncio.Future[None] | None = None
         for descriptor in self._descriptors:
-            self._loop.add_reader(descriptor, self.set)
+            self._loop.add_reader(descriptor, self._fire, descriptor)
+
+    def fired(self, place: int) -> bool:
+        """Whether the socket in this place had news since the last call, the first included.
+        Whoever is told so takes all of them."""
+        descriptor = self._descriptors[place]
+        if descriptor not in self._fired:
+            return False
+        self._fired.remove(descriptor)
+        return True
+
+    def _fire(self, descriptor: int) -> None:
+        self._fired.add(descriptor)
+        self.set()
 
     def set(self) -> None:
         self._is_set = True

@@ -108,6 +108,7 @@ class Origin:
             bind=f"tcp://{self._config.net.host}:{port or '*'}",
             keys=keys,
             on_message=lambda peer, message: server.handle(peer, message),
+            on_room=lambda peer: server.look(),
             client_roles=lambda peer: frozenset({Role.WORKER}),
             credit_bytes=CREDIT_BYTES,
         )

@@ -1,9 +1,10 @@
 """Model folders as versions in RUN/versions, published one after the other by `echo2 publish`.
 
 Promise: of what this wrote, the folder holds the newest version and the one before, with
-their assets, and the deltas of the last DELTAS_KEPT steps that lead there, for workers that
-are some versions behind; what a learner wrote is never touched. A version's tensors
-are those of the model folder, bit by bit, under their names there.
+their assets, and the deltas of the last DELTA_PATH_MAX steps that lead there (as many as one
+announcement may name), for workers that are some versions behind; what a learner wrote is
+never touched. A version's tensors are those of the model folder, bit by bit, under their names
+there.
 
     prepare (older ones go) -> write -> (announced, fetched) -> prepare of the next
 
@@ -22,6 +23,7 @@ from typing import Final
 import structlog
 
 from echo2.errors import WeightsError
+from echo2.messages import DELTA_PATH_MAX
 from echo2.types import DeltaOffer, Version
 from echo2.weights.delta import BASE_KEY, TARGET_KEY, write_delta
 from echo2.weights.files import disk_errors, version_files
@@ -45,8 +47,6 @@ VERSION_KEY: Final = "version"
 PUBLISHER_KEY: Final = "published_by"
 PUBLISHER: Final = "echo2 publish"
 ASSETS_KEY: Final = "assets"
-DELTAS_KEPT: Final = 16
-"""As many as one announcement may name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class PublishedFolder:
         chain = _chain(newest[0].manifest_digest, deltas) if newest else []
         gone |= {d.manifest_digest for d in deltas if d.metadata.get(TARGET_KEY) in gone}
         gone -= set(chain)
-        gone |= set(chain[DELTAS_KEPT:])
+        gone |= set(chain[DELTA_PATH_MAX:])
         prune(self.folder, set(version_files(self.folder)) - gone)
 
     def write(

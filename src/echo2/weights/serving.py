@@ -58,13 +58,14 @@ BATCH_S: Final = 0.02
 CREDIT_STALL_S: Final = 60.0
 """A peer that takes nothing for so long loses its queue."""
 SWEEP_INTERVAL_S: Final = 5.0
-_CREDIT_POLL_S: Final = 0.005
+_LOOK_S: Final = 1.0
 _HEADER_BYTES: Final = 4096
 
 
 class ChunkServer:
     """Serves the versions in `folder`, and those on their way there; `send` and `credit` reach
-    a peer whose credit is `credit_bytes`. `uplink_mbit` caps what leaves here in all."""
+    a peer whose credit is `credit_bytes`, and whoever owns them calls `look` when one has
+    more again. `uplink_mbit` caps what leaves here in all."""
 
     def __init__(
         self,
@@ -187,6 +188,11 @@ class ChunkServer:
         self._forget_idle(peer)
         self._news.set()
 
+    def look(self) -> None:
+        """Somebody's credit grew."""
+        if self._blocked:
+            self._news.set()
+
     def forget(self, peer: PeerId) -> None:
         """The peer is gone: what it wanted is dropped."""
         self._sent_last.pop(peer, None)
@@ -204,13 +210,14 @@ class ChunkServer:
     # ------------------------------------------------------------------------- serving
 
     async def _serve(self) -> None:
+        look_s = min(_LOOK_S, self._credit_stall_s / 2)
         while True:
             self._news.clear()
             batch = self._choose()
             if not batch:
-                # A socket does not tell when a queue gets shorter.
+                # Who takes nothing for too long brings no news.
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_CREDIT_POLL_S if self._blocked else None):
+                    async with asyncio.timeout(look_s if self._blocked else None):
                         await self._news.wait()
                 continue
             replies = await self._replies.find({key: None for _, key in batch})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -17,7 +18,9 @@ T = TypeVar("T")
 async def in_thread(stop: threading.Event, work: Callable[[], T]) -> T:
     """Run `work` in a thread. When cancelled, set `stop`, wait for its end, and close what
     it made."""
-    future = asyncio.ensure_future(asyncio.to_thread(work))
+    # What asyncio.to_thread does, without a task for each call: this is called for each chunk.
+    context = contextvars.copy_context()
+    future = asyncio.get_running_loop().run_in_executor(None, context.run, work)
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:

@@ -18,6 +18,7 @@ from echo2.core.dispatch import (
     lease_seed,
 )
 from echo2.core.membership import Worker
+from echo2.core.worker_desk import REST_S
 from echo2.messages import BatchGranted, LeaseGranted, TasksWanted
 from echo2.types import PeerId, Sampling
 
@@ -127,6 +128,15 @@ def test_a_worker_that_lost_a_group_takes_the_next_one_instead() -> None:
     scene.fails(lease)
     assert scene.grantee[scene.lease_of("g0")] == other
     assert len(scene.leases(owner)) == 1
+
+
+def test_a_worker_that_cannot_take_an_eval_now_is_not_asked_again_at_once() -> None:
+    scene = a_running_scene(slots=2, tasks=0)
+    scene.evaluates(V0)
+    (refused,) = scene.state.evals.lease_eval
+    assert not sent(scene.fails(refused, stage="lost"), LeaseGranted)
+    assert not sent(scene.tick(REST_S / 2), LeaseGranted)
+    assert [m.kind for m in sent(scene.tick(REST_S), LeaseGranted)] == ["eval"]
 
 
 # ------------------------------------------------------------------------------- pacing

@@ -64,6 +64,17 @@ def test_a_parent_is_asked_for_a_window_and_for_more_as_chunks_come() -> None:
     assert fetch.advance(0.2) == [ask("w-1", 4, 5)]
 
 
+def test_who_owes_chunks_is_asked_for_a_quarter_of_its_window_at_once() -> None:
+    fetch = a_fetch(("w-1", range(18)), window_chunks=8)
+    assert fetch.advance(0.0) == [ask("w-1", *range(8))]
+    comes(fetch, "w-1", 0, now=0.1)
+    assert fetch.advance(0.1) == []
+    comes(fetch, "w-1", 1, now=0.2)
+    assert fetch.advance(0.2) == [ask("w-1", 8, 9)]
+    comes(fetch, "w-1", *range(2, 10), now=0.3)
+    assert fetch.advance(0.3) == [ask("w-1", *range(10, 18))]
+
+
 def test_a_fetch_of_nothing_is_done() -> None:
     fetch = a_fetch(("w-1", ()))
     assert fetch.is_done

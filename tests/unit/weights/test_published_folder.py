@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from echo2.errors import WeightsError
+from echo2.messages import DELTA_PATH_MAX
 from echo2.types import Version
 from echo2.weights.files import version_files
 from echo2.weights.model_files import MARKER_NAME, asset_files
-from echo2.weights.published_folder import DELTAS_KEPT, PublishedFolder, Written
+from echo2.weights.published_folder import PublishedFolder, Written
 from echo2.weights.store import open_version, write_version
 
 
@@ -84,13 +85,13 @@ def test_the_deltas_of_the_last_steps_stay_and_older_ones_go(tmp_path: Path) -> 
     versions, model = PublishedFolder(tmp_path / "versions"), tmp_path / "model"
     written = [
         write(versions, a_model(model, bytes(5_000) + bytes([i])), i)
-        for i in range(1, DELTAS_KEPT + 5)
+        for i in range(1, DELTA_PATH_MAX + 5)
     ]
     made = [w.delta.manifest_digest for w in written if w.delta is not None]
-    assert len(made) == DELTAS_KEPT + 3
+    assert len(made) == DELTA_PATH_MAX + 3
     versions.prepare()
     kept = {d for d in version_files(versions.folder) if d in made}
-    assert kept == set(made[-DELTAS_KEPT:])
+    assert kept == set(made[-DELTA_PATH_MAX:])
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:

@@ -144,6 +144,7 @@ def test_a_peer_without_credit_holds_up_nobody(tmp_path: Path, write_small: Writ
         assert peers.indexes(W1) == []
         assert peers.indexes(W2) == [0, 1, 2, 3]
         peers.credits[W1] = CREDIT_BYTES
+        server.look()
         await peers.until(lambda: peers.indexes(W1) == [0, 1])
 
     serve(tmp_path, scenario)
