@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 from echo2.config import Config
 from echo2.errors import WeightsError
 from echo2.messages import Chunk, Message
+from echo2.net import relay_links
 from echo2.net.auth import AllowList, KeyPair
 from echo2.net.relay import Relay
 from echo2.net.sockets import close_context, make_context
@@ -89,7 +90,9 @@ class Fleet:
 
 
 @contextlib.asynccontextmanager
-async def a_fleet(tmp_path: Path, *names: str) -> AsyncIterator[Fleet]:
+async def a_fleet(
+    tmp_path: Path, *names: str, limits: FetchLimits = LIMITS
+) -> AsyncIterator[Fleet]:
     keys = {name: KeyPair.generate() for name in names}
     allowed = AllowList(tmp_path / "run" / "keys" / "authorized")
     for name, pair in keys.items():
@@ -112,7 +115,7 @@ async def a_fleet(tmp_path: Path, *names: str) -> AsyncIterator[Fleet]:
                     keys=keys[name],
                     name=name,
                     bind="tcp://127.0.0.1:0",
-                    limits=LIMITS,
+                    limits=limits,
                 )
             )
         fleet = Fleet(tmp_path, origin, relays, stores, keys)
@@ -270,6 +273,30 @@ def test_a_version_that_nobody_has_fails_with_the_origin_s_words(tmp_path: Path)
                 await fleet.fetch("w-1", MISSING)
             with pytest.raises(WeightsError, match=REFUSED):
                 await fleet.fetch("w-2", MISSING, Stripe(1, ("w-1",)))
+
+    run(scenario())
+
+
+def test_a_parent_that_hears_of_our_key_a_moment_later_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_links, "LISTED_WITHIN_S", DEADLINE_S)
+    limits = replace(LIMITS, silence_s=DEADLINE_S, stall_timeout_s=DEADLINE_S)
+
+    async def scenario() -> None:
+        async with a_fleet(tmp_path, "w-1", "w-2", limits=limits) as fleet:
+            manifest = fleet.write()
+            check(await fleet.fetch("w-1", manifest), manifest)
+            fleet.relays["w-1"].set_peers(())
+            task = fleet.fetch("w-2", manifest, Stripe(NUM_CHUNKS, ("w-1",)))
+            authenticator = fleet.relays["w-1"]._links._authenticator
+            assert authenticator is not None
+            while not authenticator.refused.total():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)  # a handshake owes it
+            fleet.introduce()
+            check(await task, manifest)
+            assert fleet.sent() == NUM_CHUNKS, "the origin served w-1 alone"
+            assert fleet.sent("w-1") == NUM_CHUNKS
 
     run(scenario())
 

@@ -33,6 +33,8 @@ log = structlog.get_logger(__name__)
 CREDIT_BYTES: Final = 2 << 20
 """Bytes that wait here for one peer, beside what its connection has under way."""
 DIALED_MAX: Final = 256
+LISTED_WITHIN_S: Final = 1.0
+"""A peer that is dialed may be told of our key a moment after we were told of its."""
 
 
 class RelayLinks:
@@ -221,6 +223,7 @@ class _Dialed:
         self._links = links
         self._name = name
         self._closed = False
+        self._began = asyncio.get_running_loop().time()
         self.dealer = links._make_dealer(endpoint, key, role, self._state_changed)
 
     @property
@@ -245,8 +248,16 @@ class _Dialed:
     def _state_changed(self, state: Connection, reason: str) -> None:
         if self._closed:
             return
+        loop = asyncio.get_running_loop()
+        listed_at = self._began + LISTED_WITHIN_S
         if state is Connection.CONNECTED:
             self._links._on_up(self._name)
+        elif state is Connection.REFUSED and loop.time() < listed_at:
+            loop.call_at(listed_at, self._tell_down)  # the dealer dials again meanwhile
         elif reason and not reason.startswith("dialing"):
-            log.info("relay_link_down", peer=self._name, reason=reason)
-            self._links._on_down(self._name, reason)
+            self._tell_down()
+
+    def _tell_down(self) -> None:
+        if not self._closed and not self.is_up:
+            log.info("relay_link_down", peer=self._name, reason=self.dealer.reason)
+            self._links._on_down(self._name, self.dealer.reason)
