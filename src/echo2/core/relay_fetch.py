@@ -165,7 +165,7 @@ class RelayFetch:
             return None
         if asked is not source and name in self._avoid.get(index, ()):
             return None
-        source.delivered(now)
+        source.delivered(self.limits, now)
         if asked is not None:
             del self._asked_of[index]
             asked.let_off(index, now)
@@ -330,7 +330,8 @@ class RelayFetch:
         while heads:
             place = heads[0][1]
             lot = self._lots[place]
-            source = self._next(lot.sources, found)
+            avoid = self._unproven(lot) if lot.num_left <= self.limits.window_chunks else ()
+            source = self._next(lot.sources, found, avoid)
             if source is not None:
                 found.setdefault(source.name, []).append(lot.wanted.popleft())
             if source is not None and lot.wanted:
@@ -362,6 +363,12 @@ class RelayFetch:
             elif is_new and self._is_coming(source):
                 return None
         return None
+
+    def _unproven(self, lot: Lot) -> list[str]:
+        """Sources on probation, where another one works: they get none of the last chunks."""
+        works = [name for name in lot.sources if self._works(name)]
+        unproven = [name for name in works if self.sources[name].on_probation]
+        return unproven if len(unproven) < len(works) else []
 
     def _has_room(self, source: Source, num_found: int) -> bool:
         """Beside `num_found` chunks that it is about to be asked for. One who owes us chunks is

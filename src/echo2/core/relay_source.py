@@ -3,8 +3,8 @@
     down --connected--> up --silent, stuck, refuses--> resting --> on probation --delivers--> up
 
 Resting: nothing is asked of it, 1, 2, 4 ... 2^5 s with each failure in a row. On probation:
-one chunk at a time. Too many wrong payloads: distrusted, for the rest of the fetch. Whom to
-ask for what decides `core.relay_fetch`.
+one chunk at a time, until one comes soon after it was asked for. Too many wrong payloads:
+distrusted, for the rest of the fetch. Whom to ask for what decides `core.relay_fetch`.
 """
 
 from __future__ import annotations
@@ -79,8 +79,11 @@ class Source:
         return self.up and now >= self.rests_until and self.trusted(limits)
 
     def window_left(self, limits: Limits) -> int:
-        on_probation = self.failures and not self.is_origin
-        return (1 if on_probation else limits.window_chunks) - len(self.asked)
+        return (1 if self.on_probation else limits.window_chunks) - len(self.asked)
+
+    @property
+    def on_probation(self) -> bool:
+        return bool(self.failures) and not self.is_origin
 
     # ------------------------------------------------------------------------ events
 
@@ -111,10 +114,13 @@ class Source:
         self._recent_bytes += num_bytes
         self._drop_old(now)
 
-    def delivered(self, now: float) -> None:
-        """What arrived is of use."""
+    def delivered(self, limits: Limits, now: float) -> None:
+        """What arrived is of use. Late, it shows that the source lives, and no more: one that
+        was cut off is behind, and would keep us waiting for all that it was asked for."""
         self.delivered_at = now
-        self.failures = 0
+        soon_s = max(limits.silence_s, QUIET_SPANS * self.spacing_s)
+        is_prompt = self.busy_since is not None and now <= self.busy_since + soon_s
+        self.failures = 0 if is_prompt else min(self.failures, 1)
 
     def ask(self, indexes: list[int], now: float) -> None:
         if not self.asked:
@@ -138,8 +144,9 @@ class Source:
 
     def is_quiet(self, limits: Limits, now: float) -> bool:
         """Owes something, and was quiet for so long that `due_at` is worth a look."""
+        stuck_s = min(limits.stuck_s, self._patience_s(limits))
         return bool(self.asked) and (
-            now >= self.heard_at + limits.silence_s or now >= self.delivered_at + limits.stuck_s
+            now >= self.heard_at + limits.silence_s or now >= self.delivered_at + stuck_s
         )
 
     def due_at(self, limits: Limits) -> float:
@@ -156,6 +163,8 @@ class Source:
 
     def _patience_s(self, limits: Limits) -> float:
         patience_s = limits.stuck_s if self.num_held else limits.awaiting_s
+        if self.on_probation and not self.num_held:
+            patience_s = QUIET_SPANS * limits.silence_s
         return max(patience_s, 2.0 * QUIET_SPANS * self.spacing_s)
 
     def bytes_per_s(self, now: float) -> float:

@@ -277,6 +277,49 @@ def test_a_chunk_delivered_ends_the_probation() -> None:
     assert fetch.sources["w-1"].silences == 1, "the count is for the report"
 
 
+@pytest.mark.parametrize("comes_at", [1.6, 4.1])
+def test_a_late_chunk_does_not_end_the_probation(comes_at: float) -> None:
+    """Of one that was passed over, or asked on probation more than 1.5 s ago."""
+    fetch = a_fetch(("w-1", range(40)))
+    fetch.advance(0.0)
+    fetch.advance(1.5)
+    if comes_at > 2.5:
+        comes(fetch, ORIGIN, 0, now=2.5)
+        assert fetch.advance(2.5) == [ask("w-1", 4), ask(ORIGIN, 5)]
+        fetch.alive("w-1", 0, 3.5)
+    assert fetch.arrived("w-1", 4 if comes_at > 2.5 else 0, CHUNK_BYTES, comes_at) is not None
+    assert fetch.sources["w-1"].on_probation
+    comes(fetch, ORIGIN, 1, 2, now=comes_at)
+    asks = [e for e in fetch.advance(max(comes_at, 2.5)) if isinstance(e, Ask)]
+    assert [len(e.indexes) for e in asks if e.source == "w-1"] == [1]
+
+
+def test_a_source_on_probation_that_has_nothing_is_soon_passed_over_again() -> None:
+    fetch = a_fetch(("w-1", range(20)))
+    fetch.advance(0.0)
+    fetch.advance(1.5)
+    comes(fetch, ORIGIN, 0, now=2.5)
+    fetch.advance(2.5)
+    for now in (3.5, 4.5, 5.4):
+        fetch.alive("w-1", 0, now)
+        fetch.alive(ORIGIN, 4, now)
+    assert fetch.advance(5.4) == []
+    assert fetch.advance(5.5)[0] == cancel("w-1", 4)
+
+
+def test_a_source_on_probation_gets_none_of_the_last_chunks() -> None:
+    fetch = a_fetch(("w-1", range(6)))
+    fetch.advance(0.0)
+    fetch.advance(1.5)
+    comes(fetch, ORIGIN, 0, 1, now=2.5)
+    assert fetch.advance(2.5) == [ask(ORIGIN, 4, 5)]
+    fetch = a_fetch(("w-1", range(6)))
+    fetch.advance(0.0)
+    fetch.disconnected(ORIGIN, 1.0)
+    fetch.advance(1.5)
+    assert fetch.advance(2.5) == [ask("w-1", 0)], "nobody else works"
+
+
 def test_each_failure_in_a_row_doubles_the_rest() -> None:
     fetch = a_fetch(("w-1", range(1)), up="w-1")
     now, asked_at = 100.0, []
