@@ -1,7 +1,8 @@
 """Seconds until a new policy version is installed on a whole fleet, against the fluid bound.
 
     python benchmarks/broadcast.py --scenario homogeneous --workers 8 --mb 64 --json
-        [--runs 3] [--peers star,torrent | none] [--torrent-python VENV/bin/python]
+        [--runs 3] [--line-share 0.25] [--peers star,torrent | none]
+        [--torrent-python VENV/bin/python]
 
 The fleet is hosts with shaped links on this machine (wan.py; needs root or a user namespace).
 In each run, on fresh hosts each time: echo2 with real daemons, whose engine holds no model, so
@@ -61,12 +62,15 @@ class Scenario:
     round_trip_s: float = 0.0
     loss: float = 0.0
 
-    def links(self, num_workers: int) -> list[HostLink]:
+    def links(self, num_workers: int, line_share: float = 1.0) -> list[HostLink]:
+        """Origin first; every rate times `line_share`."""
         delay_s, loss = self.round_trip_s / 4, 1 - math.sqrt(1 - self.loss)
-        rates = [self.workers_mbit[i % len(self.workers_mbit)] for i in range(num_workers)]
+        rates = [(self.origin_mbit, ORIGIN_DOWN_MBIT)]
+        rates += [self.workers_mbit[i % len(self.workers_mbit)] for i in range(num_workers)]
+        names = [ORIGIN, *(f"w{i}" for i in range(num_workers))]
         return [
-            HostLink(ORIGIN, self.origin_mbit, ORIGIN_DOWN_MBIT, delay_s, loss),
-            *(HostLink(f"w{i}", up, down, delay_s, loss) for i, (up, down) in enumerate(rates)),
+            HostLink(name, up * line_share, down * line_share, delay_s, loss)
+            for name, (up, down) in zip(names, rates, strict=True)
         ]
 
 
@@ -179,7 +183,7 @@ def _times(run_dir: Path, name: str) -> dict[str, float]:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     scenario = SCENARIOS[options.scenario]
-    links = scenario.links(options.workers or scenario.num_workers)
+    links = scenario.links(options.workers or scenario.num_workers, options.line_share)
     origin, *workers = links
     names = [link.name for link in workers]
     bound = bound_s(options.mb * 1e6, origin, workers)
@@ -226,6 +230,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "mb": options.mb,
         "runs": options.runs,
         "rates": options.rates,
+        "line_share": options.line_share,
         "bound_s": round(bound, 3),
         "ours_s": ours,
         "ours_q90_s": median("ours", 0.9),
@@ -289,6 +294,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="told",
         help="whether echo2's hosts are told their lines, or start with the defaults",
     )
+    parser.add_argument(
+        "--line-share",
+        type=float,
+        default=1.0,
+        help="every line at this share of its rate, so that a small machine carries a larger fleet",
+    )
     parser.add_argument("--limit", type=float, default=300.0, help="seconds; longer is a failure")
     parser.add_argument("--json", action="store_true", help="one JSON object, and nothing else")
     options = parser.parse_args(arguments)
@@ -302,6 +313,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--peers {','.join(sorted(unknown))}: allowed are star, torrent, none")
     if options.workers < 0 or options.mb < 1 or options.runs < 1:
         parser.error("--workers, --mb and --runs must be 1 or more")
+    if not 0.01 <= options.line_share <= 10:
+        parser.error("--line-share must be between 0.01 and 10")
     if problem and "torrent" in options.peers:
         parser.error(problem)
     try:

@@ -219,6 +219,10 @@ class RelayFetch:
         effects += self._asks(now)
         return effects
 
+    def can_ask(self, name: str) -> bool:
+        """Whether there is reason to `advance` after this source delivered."""
+        return self.is_done or self._has_room(self.sources[name], 0)
+
     def next_at(self) -> float | None:
         """When `advance` is due if nothing happens; None: nothing is asked, nobody rests."""
         now, silence_s = self._now, self.limits.silence_s

@@ -38,10 +38,11 @@ from echo2.errors import (
 )
 from echo2.messages import Lane, Message, Role
 from echo2.net.keys import KeyPair, check_name, check_public_key
-from echo2.net.out_queue import OutQueue, send_frames
+from echo2.net.multipart import receive_frames, send_frames
+from echo2.net.out_queue import OutQueue
 from echo2.net.sockets import LANES, check_endpoint, dealer_socket, monitor_socket
 from echo2.net.tasks import Backoff, OwnedTasks
-from echo2.net.wakeups import Wakeups, is_ready
+from echo2.net.wakeups import POLLIN, POLLOUT, Wakeups, is_ready
 
 log = structlog.get_logger()
 
@@ -75,7 +76,9 @@ class Dealer:
 
     `name` is ours, for logs; it is our identity only when CURVE is off (`keys` None, loopback
     only). `greeting` makes the first message of each connection. `on_state(state, reason)` is
-    called on the event loop at each change, `on_room` when the queue got shorter.
+    called on the event loop at each change, `on_room` when the queue got shorter. With
+    `on_message`, each message goes there at once, and there is nothing to `receive`; an
+    exception out of it breaks the dealer.
     `queue_bytes`: most bytes that wait to be sent.
     Raises ConfigError for an endpoint or a server key that is none, and without CURVE for a
     name that is none or an endpoint that is not loopback.
@@ -95,6 +98,7 @@ class Dealer:
         greeting: Callable[[], Message] | None = None,
         on_state: Callable[[Connection, str], None] | None = None,
         on_room: Callable[[], None] | None = None,
+        on_message: Callable[[Message], None] | None = None,
         queue_bytes: int | None = None,
         rng: random.Random | None = None,
     ) -> None:
@@ -122,6 +126,7 @@ class Dealer:
         self._greeting = greeting
         self._on_state = on_state
         self._on_room = on_room
+        self._on_message = on_message
         self._backoff = Backoff(rng or random.Random(), base_s=_REDIAL_BASE_S, max_s=_REDIAL_MAX_S)
         self._queue = OutQueue(LANES[lane].credit_bytes if queue_bytes is None else queue_bytes)
         self._inbox: deque[Message] = deque()
@@ -249,14 +254,15 @@ class Dealer:
             while True:
                 if wakeups.fired(_MONITOR):
                     ended = self._read_monitor(monitor) or ended
-                self._receive_turn(socket)
-                if not ended and self.state is Connection.CONNECTED:
+                has_more = self._receive_turn(socket)
+                if self._queue and not ended and self.state is Connection.CONNECTED:
                     self._send_turn(socket)
-                if self._can_work(socket, ended=ended):
+                    has_more = self._can_work(socket)  # a send may have swallowed news
+                if has_more:
                     await asyncio.sleep(0)
                     continue
                 is_flushed = self._stopping and not self._queue
-                if is_flushed or (ended and not is_ready(socket, zmq.POLLIN)):
+                if is_flushed or (ended and not is_ready(socket)):
                     return
                 await wakeups.wait()
         finally:
@@ -266,12 +272,10 @@ class Dealer:
             monitor.close()
             socket.close(linger=0 if ended else None)
 
-    def _can_work(self, socket: zmq.Socket[bytes], *, ended: bool) -> bool:
+    def _can_work(self, socket: zmq.Socket[bytes]) -> bool:
         """Whether the socket is ready for what we would do with it."""
-        flags = zmq.POLLIN if len(self._inbox) < INBOX_MAX else 0
-        if self._queue and not ended and self.state is Connection.CONNECTED:
-            flags |= zmq.POLLOUT
-        return is_ready(socket, flags)
+        flags = POLLIN if len(self._inbox) < INBOX_MAX else 0
+        return is_ready(socket, flags | POLLOUT if self._queue else flags)
 
     def _read_monitor(self, monitor: zmq.Socket[bytes]) -> bool:
         """Follow the connection's state; whether it ended."""
@@ -326,14 +330,12 @@ class Dealer:
             self._set_state(Connection.CONNECTING, f"the connection to {at} was lost")
         return True
 
-    def _receive_turn(self, socket: zmq.Socket[bytes]) -> None:
-        num_messages = 0
-        while len(self._inbox) < INBOX_MAX and num_messages < INBOX_MAX:
-            try:
-                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                break
-            num_messages += 1
+    def _receive_turn(self, socket: zmq.Socket[bytes]) -> bool:
+        """Take in what is there; whether there is, or may be, more that we would take."""
+        for _ in range(INBOX_MAX):
+            if not is_ready(socket) or len(self._inbox) >= INBOX_MAX:
+                return False
+            frames = receive_frames(socket)
             try:
                 message = wire.decode(
                     [frame.buffer for frame in frames],
@@ -348,8 +350,12 @@ class Dealer:
                 )
                 continue
             self.counters["received"] += 1
-            self._inbox.append(message)
-            self._arrived.set()
+            if self._on_message is not None:
+                self._on_message(message)
+            else:
+                self._inbox.append(message)
+                self._arrived.set()
+        return True
 
     def _send_turn(self, socket: zmq.Socket[bytes]) -> None:
         num_messages = 0

@@ -1,32 +1,12 @@
-"""Encoded messages that wait for a socket, and how they are handed to it.
-
-Promise: bounded in bytes, urgent ones first; a message is handed over as a whole or stays, and
-large frames are not copied on the way.
-"""
+"""Encoded messages that wait for a socket: bounded in bytes, urgent ones first."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, Final
-
-import zmq
+from typing import Final
 
 URGENT_BYTES: Final = 64 << 10
 """What urgent messages may take beyond the bound."""
-COPIED_BYTES: Final = 64 << 10
-"""Smaller frames are copied: to share one with ZeroMQ's thread costs more."""
-_LAST: Final = int(zmq.NOBLOCK)
-_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
-"""Plain numbers: pyzmq joins its flags in Python for each frame, which takes longer."""
-
-
-def send_frames(socket: zmq.Socket[Any], frames: Sequence[bytes]) -> None:
-    """Hand one message over, or raise zmq.Again: once the first frame is taken, all are."""
-    *others, last = frames
-    for frame in others:
-        socket.send(frame, _MORE, copy=len(frame) < COPIED_BYTES)
-    socket.send(last, _LAST, copy=len(last) < COPIED_BYTES)
 
 
 class OutQueue:

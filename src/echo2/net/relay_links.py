@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Final
 
 import structlog
 import zmq.asyncio
 
 from echo2.core.relay_fetch import ORIGIN
-from echo2.errors import ConfigError, Echo2Error
+from echo2.errors import ConfigError
 from echo2.messages import Chunk, Lane, ManifestReply, Message, Role
 from echo2.net.auth import Authenticator, KeyPair
 from echo2.net.dealer import Connection, Dealer
@@ -197,7 +198,12 @@ class RelayLinks:
         self._tasks.start(made.run(), name=f"dialed.{name}")
 
     def _make_dealer(
-        self, endpoint: str, key: str, role: Role, on_state: Callable[[Connection, str], None]
+        self,
+        name: str,
+        endpoint: str,
+        key: str,
+        role: Role,
+        on_state: Callable[[Connection, str], None],
     ) -> Dealer:
         return Dealer(
             self._context,
@@ -210,6 +216,7 @@ class RelayLinks:
             name=self._name,
             on_state=on_state,
             on_room=self._on_room,
+            on_message=partial(self._on_message, name),
             queue_bytes=CREDIT_BYTES,
         )
 
@@ -224,7 +231,7 @@ class _Dialed:
         self._name = name
         self._closed = False
         self._began = asyncio.get_running_loop().time()
-        self.dealer = links._make_dealer(endpoint, key, role, self._state_changed)
+        self.dealer = links._make_dealer(name, endpoint, key, role, self._state_changed)
 
     @property
     def is_up(self) -> bool:
@@ -232,14 +239,7 @@ class _Dialed:
 
     async def run(self) -> None:
         await self.dealer.start()
-        while not self._closed:
-            try:
-                message = await self.dealer.receive()
-            except Echo2Error:
-                if self._closed:
-                    return
-                raise
-            self._links._on_message(self._name, message)
+        await self.dealer.wait()
 
     async def close(self) -> None:
         self._closed = True

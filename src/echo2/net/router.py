@@ -37,7 +37,8 @@ from echo2.errors import ConfigError, LocalProtocolError, ProtocolError, RemoteP
 from echo2.messages import Lane, Message, Role
 from echo2.net.auth import KEY_PROPERTY, Authenticator
 from echo2.net.keys import NAME_PATTERN, KeyList, KeyPair
-from echo2.net.out_queue import OutQueue, send_frames
+from echo2.net.multipart import receive_frames, send_frames
+from echo2.net.out_queue import OutQueue
 from echo2.net.sockets import LANES, check_endpoint, monitor_socket, router_socket, split_endpoint
 from echo2.net.tasks import OwnedTasks
 from echo2.net.wakeups import Wakeups, is_ready
@@ -209,14 +210,16 @@ class Router:
         try:
             while True:
                 self._forget_revoked()
-                if not self._stopping:
-                    self._receive_turn(socket)
-                num_sent = self._send_turn(socket)
+                can_receive = not self._stopping and self._receive_turn(socket)
+                num_sent = 0
+                if self._queued:
+                    num_sent = self._send_turn(socket)
+                    # A send may have swallowed news.
+                    can_receive = is_ready(socket) and not self._stopping
                 if wakeups.fired(_MONITOR):
                     self._count_failed_handshakes(monitor)
                 if self._stopping and not self._queued:
                     return
-                can_receive = is_ready(socket, zmq.POLLIN) and not self._stopping
                 if can_receive or (num_sent and self._queued):
                     await asyncio.sleep(0)
                 else:
@@ -257,16 +260,17 @@ class Router:
             else:
                 return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def _receive_turn(self, socket: zmq.Socket[bytes]) -> None:
+    def _receive_turn(self, socket: zmq.Socket[bytes]) -> bool:
+        """Take in what is there, up to a bound; whether there may be more."""
         num_messages = num_bytes = 0
         while num_messages < MESSAGES_PER_TURN and num_bytes < BYTES_PER_TURN:
-            try:
-                frames = _receive(socket)
-            except zmq.Again:
-                break
+            if not is_ready(socket):
+                return False
+            frames = receive_frames(socket)
             num_messages += 1
             num_bytes += sum(map(len, frames))
             self._take(frames)
+        return True
 
     def _take(self, frames: list[zmq.Frame]) -> None:
         route, *parts = frames
@@ -404,14 +408,3 @@ class Router:
             except zmq.Again:
                 return
             self.counters["handshake_failed"] += 1
-
-
-def _receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
-    """One message, of which at most one frame more than any message has is kept."""
-    frames = [socket.recv(zmq.NOBLOCK, copy=False)]
-    while frames[-1].more:
-        frame = socket.recv(copy=False)  # parts of one message come together
-        if len(frames) > wire.FRAMES_MAX + 1:
-            frames.pop()
-        frames.append(frame)
-    return frames

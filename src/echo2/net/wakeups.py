@@ -14,21 +14,55 @@ moment after the last `wait` returned is kept, and spurious ones are allowed.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Final
 
 import zmq
 
+POLLIN: Final = int(zmq.POLLIN)
+POLLOUT: Final = int(zmq.POLLOUT)
+_EVENTS: Final = int(zmq.EVENTS)
+"""Plain numbers: pyzmq joins and looks up its own in Python, which costs as much as the call."""
 
-class Wakeups:
+
+class Signal:
+    """News for the one task that waits for them: `set` at any moment after the last `wait`
+    returned is kept. Cheaper than an asyncio.Event under an asyncio.timeout, for what waits
+    many times a second."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        self._is_set = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self, timeout_s: float | None = None) -> None:
+        """Return when there may be news since the last return, or after `timeout_s`. For one
+        task only."""
+        if not self._is_set:
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = None if timeout_s is None else loop.call_later(timeout_s, self.set)
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+                if timer is not None:
+                    timer.cancel()
+        self._is_set = False
+
+
+class Wakeups(Signal):
     """Watches the descriptors of `sockets` on the running loop until `close`."""
 
     def __init__(self, *sockets: zmq.Socket[Any]) -> None:
+        super().__init__()
         self._loop = asyncio.get_running_loop()
         self._descriptors = [int(socket.getsockopt(zmq.FD)) for socket in sockets]
-        # What happened before the watch began is not known.
-        self._is_set = True
+        self.set()  # what happened before the watch began is not known
         self._fired = set(self._descriptors)
-        self._waiter: asyncio.Future[None] | None = None
         for descriptor in self._descriptors:
             self._loop.add_reader(descriptor, self._fire, descriptor)
 
@@ -45,25 +79,6 @@ class Wakeups:
         self._fired.add(descriptor)
         self.set()
 
-    def set(self) -> None:
-        self._is_set = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def wait(self, timeout_s: float | None = None) -> None:
-        """Return when something may have happened since the last return, or after
-        `timeout_s`. For one task only."""
-        if not self._is_set:
-            self._waiter = self._loop.create_future()
-            timer = None if timeout_s is None else self._loop.call_later(timeout_s, self.set)
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-                if timer is not None:
-                    timer.cancel()
-        self._is_set = False
-
     def close(self) -> None:
         """Stop watching; to be called before the sockets are closed."""
         for descriptor in self._descriptors:
@@ -71,7 +86,7 @@ class Wakeups:
         self._descriptors.clear()
 
 
-def is_ready(socket: zmq.Socket[Any], flags: int) -> bool:
-    """Whether `socket` can do one of `flags` (zmq.POLLIN, zmq.POLLOUT) now. Handles all of
-    the socket's news, so its descriptor falls silent until there is more."""
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & flags)
+def is_ready(socket: zmq.Socket[Any], flags: int = POLLIN) -> bool:
+    """Whether `socket` can do one of `flags` now. Handles all of the socket's news, so its
+    descriptor falls silent until there is more."""
+    return bool(socket.get(_EVENTS) & flags)  # type: ignore[operator]

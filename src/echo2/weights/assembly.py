@@ -1,11 +1,12 @@
 """One version on its way in: chunks are verified, placed, and survive the process.
 
-    open -- add, add ... --> all here -- finish --> complete (renamed, read-only)
+    open -- accept, write, accept ... --> all here -- finish --> complete (renamed, read-only)
       `-- close: what is here stays on the disk for the next one
 
 A chunk counts only after its digest was checked, so `has` and `read` may serve others at
-once (a relay forwards what it verified). Safe to use from threads: `close` waits for an
-`add` in progress, and ends the others with an error.
+once (a relay forwards what it verified). `accept` checks and keeps in memory, and waits for
+nobody; `write` brings what was accepted to the disk; `add` does both. Safe to use from
+threads: `close` waits for a `write` in progress, and ends the others with an error.
 """
 
 from __future__ import annotations
@@ -60,6 +61,10 @@ class Assembly:
         self._on_close = on_close
         self._on_finish = on_finish
         self._lock = threading.Lock()
+        """Held while files are written, read or closed."""
+        self._accepting = threading.Lock()
+        """Held for a moment."""
+        self._unwritten: dict[int, bytes | memoryview] = {}
         self._whole = blake3()
         self._num_hashed = 0
         """Leading chunks that the digest of the whole has taken in."""
@@ -78,6 +83,11 @@ class Assembly:
         """Chunks that are verified and in place."""
         return self._num_have
 
+    @property
+    def num_unwritten(self) -> int:
+        """Chunks that were accepted and are not on the disk yet."""
+        return len(self._unwritten)
+
     def has(self, index: int) -> bool:
         return 0 <= index < len(self._have) and bool(self._have[index])
 
@@ -86,10 +96,24 @@ class Assembly:
         return [index for index, have in enumerate(self._have) if not have]
 
     def add(self, index: int, payload: bytes | memoryview) -> bool:
-        """Place a chunk; False when it is here already.
+        """`accept` a chunk and `write` it; False when it is here already. When it cannot be
+        written nothing was changed."""
+        if not self.accept(index, payload):
+            return False
+        try:
+            self.write()
+        except WeightsError:
+            self._retract([index])
+            if not self._have[index]:
+                raise
+            # `close` has written it in the meantime.
+        return True
+
+    def accept(self, index: int, payload: bytes | memoryview) -> bool:
+        """Take a chunk, which must not change any more; False when it is here already.
 
         WrongChunkError when it is not the chunk of the manifest, WeightsError when the
-        disk is full or the assembly closed; neither changes anything.
+        assembly is closed; neither changes anything.
         """
         if not 0 <= index < self.manifest.num_chunks:
             raise WrongChunkError(
@@ -107,27 +131,48 @@ class Assembly:
                 f"chunk {index} of version {self._short} does not have the digest that its "
                 "manifest says"
             )
-        with self._lock:
+        with self._accepting:
             self._check_open()
             if self._have[index]:
                 return False
+            self._unwritten[index] = payload
+            self._have[index] = 1
+            self._num_have += 1
+        return True
+
+    def write(self) -> None:
+        """Bring what was accepted to the disk. WeightsError when it is full, or the assembly
+        closed: what could not be written stays in memory."""
+        with self._lock:
+            self._check_open()
+            self._write_accepted()
+
+    def _write_accepted(self) -> None:
+        for index, payload in list(self._unwritten.items()):
             with disk_errors(f"storing chunk {index} of version {self._short}", self._folder):
-                _write_range(self._handle, payload, start)
-                self._have[index] = 1
-                self._num_have += 1
+                _write_range(self._handle, payload, self.manifest.chunk_range(index)[0])
+                # It may claim a neighbour that is not written yet: whoever takes it up checks.
                 first = index - index % 8
                 _write_range(self._bitmap, _bits(self._have[first : first + 8]), index // 8)
             if index == self._num_hashed:
                 self._whole.update(payload)
                 self._num_hashed += 1
+            del self._unwritten[index]
             self._hash_ahead()
-        return True
+
+    def _retract(self, indexes: list[int]) -> None:
+        """Those that are not written are not here."""
+        with self._accepting:
+            for index in indexes:
+                if self._unwritten.pop(index, None) is not None:
+                    self._have[index] = 0
+                    self._num_have -= 1
 
     def _hash_ahead(self) -> None:
         """Take in a few chunks that came before their turn, while others are on their way: at
         the end little is left to hash."""
         for _ in range(AHEAD_CHUNKS):
-            if not self.has(self._num_hashed):
+            if not self.has(self._num_hashed) or self._num_hashed in self._unwritten:
                 return
             try:
                 content = read_range(self._handle, *self.manifest.chunk_range(self._num_hashed))
@@ -139,6 +184,9 @@ class Assembly:
     def read(self, index: int) -> bytes:
         """A chunk that is here; WeightsError when it is not."""
         start, end = self.manifest.chunk_range(index)
+        payload = self._unwritten.get(index)
+        if payload is not None:
+            return bytes(payload)
         with self._lock:
             self._check_open()
             if not self._have[index]:
@@ -162,6 +210,7 @@ class Assembly:
                     f"version {self._short} is not complete: {self._num_have} of "
                     f"{self.manifest.num_chunks} chunks are here"
                 )
+            self._write_accepted()
             # Hashing must not keep `close` waiting, nor read a descriptor that it closed.
             handle = os.dup(self._handle)
             whole, num_hashed = self._whole, self._num_hashed
@@ -187,13 +236,21 @@ class Assembly:
         """Let go; what is here stays for the next `begin`. A second call does nothing."""
         with self._lock:
             was_open = self._handle >= 0
-            self._close_handles()
+            if was_open:
+                try:
+                    self._write_accepted()
+                except WeightsError as error:
+                    log.warning("chunks_not_stored", chunks=self.num_unwritten, reason=str(error))
+            self._retract(list(self._unwritten))
+            with self._accepting:
+                self._close_handles()
         if was_open:
             self._on_close()
 
     def discard(self) -> None:
         """Remove what is here, and close."""
         with self._lock:
+            self._retract(list(self._unwritten))
             if self._handle >= 0:
                 for suffix in (MANIFEST, BITMAP, PARTIAL):
                     self._path(suffix).unlink(missing_ok=True)

@@ -19,7 +19,6 @@ since peers may be told of it a moment earlier. Sockets belong to `net.relay` an
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +38,7 @@ from echo2.messages import (
     RelayAlive,
 )
 from echo2.net.tasks import OwnedTasks
+from echo2.net.wakeups import Signal
 from echo2.types import PeerId
 from echo2.weights.assembly import Assembly
 from echo2.weights.pace import Pace
@@ -93,7 +93,7 @@ class ChunkServer:
         """Of those that wait for credit: how much they had when, since it changed last."""
         self._sent_last: dict[PeerId, str] = {}
         """The version of which each peer was sent something last, while that may wait."""
-        self._news = asyncio.Event()
+        self._news = Signal()
         self._pace = Pace(uplink_mbit)
         self._tasks = OwnedTasks("chunk_server")
 
@@ -212,18 +212,16 @@ class ChunkServer:
     async def _serve(self) -> None:
         look_s = min(_LOOK_S, self._credit_stall_s / 2)
         while True:
-            self._news.clear()
             batch = self._choose()
             if not batch:
                 # Who takes nothing for too long brings no news.
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(look_s if self._blocked else None):
-                        await self._news.wait()
+                await self._news.wait(look_s if self._blocked else None)
                 continue
             replies = await self._replies.find({key: None for _, key in batch})
             for peer, key in batch:
                 await self._answer(peer, key, replies[key])
-            await asyncio.sleep(0)
+            if len(batch) > 1:
+                await asyncio.sleep(0)
 
     def _choose(self) -> list[tuple[PeerId, Key]]:
         """What to send next, and to whom, as far as their credit goes."""

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
-
-import zmq
-
-from echo2.net.out_queue import COPIED_BYTES, URGENT_BYTES, OutQueue, send_frames
+from echo2.net.out_queue import URGENT_BYTES, OutQueue
 
 
 def emptied(queue: OutQueue) -> list[bytes]:
@@ -48,24 +44,3 @@ def test_urgent_messages_go_first_in_their_own_order_and_a_little_beyond_the_bou
     assert queue.add([b"y"], urgent=True)
     queue.clear()
     assert (len(queue), queue.credit) == (0, 3)
-
-
-class Socket:
-    """What was handed over, and how."""
-
-    def __init__(self) -> None:
-        self.frames: list[tuple[bytes, bool, bool]] = []
-
-    def send(self, frame: bytes, flags: int, *, copy: bool) -> None:
-        assert flags & zmq.NOBLOCK
-        self.frames.append((frame, bool(flags & zmq.SNDMORE), copy))
-
-
-def test_a_message_leaves_as_a_whole_and_its_large_frames_are_not_copied() -> None:
-    socket, large = Socket(), bytes(COPIED_BYTES)
-    send_frames(cast("zmq.Socket[bytes]", socket), [b"route", b"header", large])
-    assert socket.frames == [
-        (b"route", True, True),
-        (b"header", True, True),
-        (large, False, False),
-    ]
