@@ -66,7 +66,7 @@ class Relay:
             on_message=self._take,
             on_up=self._up,
             on_down=self._down,
-            on_accepted=lambda name: self.server.forget(PeerId(name)),
+            on_void=lambda name: self.server.forget(PeerId(name)),
             on_room=lambda: self.server.look(),
         )
         self.server = ChunkServer(
@@ -208,6 +208,5 @@ class Relay:
             fetch.up(name)
 
     def _down(self, name: str, reason: str) -> None:
-        self.server.forget(PeerId(name))
         for fetch in self._fetches.values():
             fetch.down(name, reason)

@@ -4,7 +4,8 @@
     they dial    our Router, which knows the peer by its key
 
 Both ends may ask and answer over either kind. A peer that both dialed and was dialed is
-spoken to over the connection that we made, if it is up. Whom we may dial, and whose key may
+spoken to over the connection that we made, if it is up; what it asked for stays valid until the
+connection ends, or is made anew, over which it asked. Whom we may dial, and whose key may
 dial us, says the list of peers (`set_peers`); the origin is dialed at the address and with the
 key that its version was announced with.
 """
@@ -52,12 +53,12 @@ class RelayLinks:
         on_message: Callable[[str, Message], None],
         on_up: Callable[[str], None],
         on_down: Callable[[str, str], None],
-        on_accepted: Callable[[str], None],
+        on_void: Callable[[str], None],
         on_room: Callable[[], None],
     ) -> None:
-        """`bind`: where to listen, "tcp://HOST:PORT"; "" to dial only. `on_accepted` is told of
-        each connection that a peer made, before `on_up`: what it asked for on the one before
-        is void. `on_room`: somebody's `credit` grew."""
+        """`bind`: where to listen, "tcp://HOST:PORT"; "" to dial only. `on_void` is told of
+        a peer whose connection ended or was made anew, before `on_down` and `on_up`: what it
+        asked for over it is void. `on_room`: somebody's `credit` grew."""
         self.endpoint = ""
         self._context = context
         self._name = name
@@ -66,11 +67,13 @@ class RelayLinks:
         self._on_message = on_message
         self._on_up = on_up
         self._on_down = on_down
-        self._on_accepted = on_accepted
+        self._on_void = on_void
         self._on_room = on_room
         self._peers: dict[str, RelayPeer] = {}
         self._allowed = PeerKeys()
         self._dialed: dict[str, _Dialed] = {}
+        self._spoke_over_ours: dict[str, bool] = {}
+        """Whether a peer's last message came over the connection that we made."""
         self._router: Router | None = None
         self._authenticator: Authenticator | None = None
         self._tasks = OwnedTasks("relay_links")
@@ -88,7 +91,7 @@ class RelayLinks:
             role=Role.WORKER,
             bind=self._bind,
             keys=self._keys,
-            on_message=lambda peer, message: self._on_message(str(peer), message),
+            on_message=lambda peer, message: self._take(str(peer), message, over_ours=False),
             on_peer=self._accepted,
             on_gone=self._gone,
             on_room=lambda _: self._on_room(),
@@ -121,6 +124,8 @@ class RelayLinks:
             if name != ORIGIN and known.get(name) != self._peers.get(name):
                 self.hang_up(name)
         self._peers = known
+        for name in self._spoke_over_ours.keys() - known.keys() - {ORIGIN}:
+            del self._spoke_over_ours[name]
 
     def can_dial(self, name: str) -> bool:
         peer = self._peers.get(name)
@@ -144,7 +149,7 @@ class RelayLinks:
         if dialed is not None:
             self._tasks.start(dialed.close(), name=f"close.{name}")
             if dialed.is_up:
-                self._on_down(name, "we ended the connection")
+                self._ended(name, "we ended the connection", ours=True)
 
     def is_up(self, name: str) -> bool:
         dialed = self._dialed.get(name)
@@ -171,12 +176,26 @@ class RelayLinks:
         return 0 if self._router is None else self._router.credit(PeerId(name))
 
     def _accepted(self, peer: PeerId) -> None:
-        self._on_accepted(str(peer))
+        self._void(str(peer), ours=False)
         self._on_up(str(peer))
 
     def _gone(self, peer: PeerId) -> None:
-        if not self.is_up(str(peer)):
-            self._on_down(str(peer), "the connection that it made is gone")
+        if self.is_up(str(peer)):
+            self._void(str(peer), ours=False)
+        else:
+            self._ended(str(peer), "the connection that it made is gone", ours=False)
+
+    def _take(self, name: str, message: Message, *, over_ours: bool) -> None:
+        self._spoke_over_ours[name] = over_ours
+        self._on_message(name, message)
+
+    def _ended(self, name: str, reason: str, *, ours: bool) -> None:
+        self._void(name, ours=ours)
+        self._on_down(name, reason)
+
+    def _void(self, name: str, *, ours: bool) -> None:
+        if self._spoke_over_ours.get(name, ours) is ours:
+            self._on_void(name)
 
     def _dial(self, name: str, endpoint: str, key: str, role: Role) -> None:
         dialed = self._dialed.get(name)
@@ -216,7 +235,7 @@ class RelayLinks:
             name=self._name,
             on_state=on_state,
             on_room=self._on_room,
-            on_message=partial(self._on_message, name),
+            on_message=partial(self._take, name, over_ours=True),
             queue_bytes=CREDIT_BYTES,
         )
 
@@ -260,4 +279,4 @@ class _Dialed:
     def _tell_down(self) -> None:
         if not self._closed and not self.is_up:
             log.info("relay_link_down", peer=self._name, reason=self.dealer.reason)
-            self._links._on_down(self._name, self.dealer.reason)
+            self._links._ended(self._name, self.dealer.reason, ours=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-BURST_S: Final = 0.1
+BURST_S: Final = 0.02
 PAYLOAD_SHARE: Final = 0.95
 
 
