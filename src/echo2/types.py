@@ -107,10 +107,12 @@ class RelayPeer:
 class Stripe:
     """`num_chunks` of a version follow one relay tree: `sources` are the workers that send them
     to the receiver, the parent first, then its parent and so on; the origin stands behind the
-    last. Which chunks they are says `echo2.core.dissemination.stripes`."""
+    last. `helpers` have uplink to spare, by the plan: to them goes what a slow source loses.
+    Which chunks they are says `echo2.core.dissemination.stripes`."""
 
     num_chunks: Annotated[int, Field(strict=True, ge=1, le=2**32)]
     sources: Annotated[tuple[Name, ...], Field(max_length=64)] = ()
+    helpers: Annotated[tuple[Name, ...], Field(max_length=4)] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,8 @@ class Dial:
 
 class RelayFetch:
     """`lots`: (sources without the origin, chunks in order), disjoint; together they are what
-    is missing. `planned_s`: in which time the plan has all of it here, 0.0 without a plan."""
+    is missing. `planned_s`: in which time the plan has all of it here, 0.0 without a plan.
+    `helpers`, of each lot: who takes over what a slow source loses, before the others."""
 
     def __init__(
         self,
@@ -81,6 +82,7 @@ class RelayFetch:
         limits: Limits,
         now: float,
         planned_s: float = 0.0,
+        helpers: Sequence[Sequence[str]] = (),
     ) -> None:
         self.limits = limits
         self.sources: dict[str, Source] = {}
@@ -98,8 +100,10 @@ class RelayFetch:
         self._now = now
         self._weighed_at = now
         self._is_one_done = False
-        for names, chunks in lots:
-            self._add_lot((*dict.fromkeys(names), ORIGIN), chunks)
+        for place, (names, chunks) in enumerate(lots):
+            ahead = dict.fromkeys(helpers[place] if place < len(helpers) else ())
+            others = [name for name in ahead if name not in names and name != ORIGIN]
+            self._add_lot((*dict.fromkeys(names), ORIGIN), chunks, tuple(others))
         self.sources.setdefault(ORIGIN, Source(ORIGIN))
         self._planned = {name: self._share(name) for name in self.sources}
         for name, planned in self._planned.items():
@@ -289,10 +293,16 @@ class RelayFetch:
         for lot in self._lots:
             working = (name for name in lot.sources if self._works(name))
             if next(working, None) == source.name:
-                other = next(working, None)
+                able = (name for name in lot.helpers if self._may_work(name))
+                other = next(able, None) or next(working, None)
                 if other is not None and not (idle_after and self.sources[other].asked):
                     found.append(lot)
         return found
+
+    def _may_work(self, name: str) -> bool:
+        """Nothing is known against it."""
+        source = self.sources[name]
+        return not source.failures and source.trusted(self.limits)
 
     # ------------------------------------------------------------------ whom to ask
 
@@ -325,7 +335,7 @@ class RelayFetch:
         """Fill every source's window, in the order of the chunks."""
         found: dict[str, list[int]] = {}
         for index in sorted(self._again):
-            source = self._next(self._lot_of[index].sources, found, self._avoid[index])
+            source = self._next(self._lot_of[index], found, self._avoid[index])
             if source is not None:
                 self._again.remove(index)
                 found.setdefault(source.name, []).append(index)
@@ -335,7 +345,7 @@ class RelayFetch:
             place = heads[0][1]
             lot = self._lots[place]
             avoid = self._unproven(lot) if lot.num_left <= self.limits.window_chunks else ()
-            source = self._next(lot.sources, found, avoid)
+            source = self._next(lot, found, avoid)
             if source is not None:
                 found.setdefault(source.name, []).append(lot.wanted.popleft())
             if source is not None and lot.wanted:
@@ -349,13 +359,13 @@ class RelayFetch:
         return [Ask(name, tuple(indexes)) for name, indexes in found.items()]
 
     def _next(
-        self, names: Sequence[str], found: dict[str, list[int]], avoid: Collection[str] = ()
+        self, lot: Lot, found: dict[str, list[int]], avoid: Collection[str] = ()
     ) -> Source | None:
         """The first source that works and has room; None also if one is worth waiting for: its
-        window is full, or the fetch has just begun and it is coming up. Of those to be avoided
-        none but the origin."""
+        window is full, or it is coming up, and the fetch has just begun or it is a helper. Of
+        those to be avoided none but the origin."""
         is_new = self._now < self._began + 2.0 * self.limits.silence_s
-        for name in names:
+        for place, name in enumerate(lot.sources):
             source = self.sources[name]
             if name in avoid and not source.is_origin:
                 continue
@@ -364,7 +374,7 @@ class RelayFetch:
                     return source
                 if not source.failures or source.is_origin:
                     return None
-            elif is_new and self._is_coming(source):
+            elif (is_new or place < lot.helped) and self._is_coming(source):
                 return None
         return None
 
@@ -399,11 +409,15 @@ class RelayFetch:
                 self._lot_of[index].wanted.appendleft(index)
         return [Cancel(source.name, tuple(taken))] if taken else []
 
-    def _add_lot(self, sources: tuple[str, ...], chunks: Iterable[int]) -> None:
+    def _add_lot(
+        self, sources: tuple[str, ...], chunks: Iterable[int], helpers: tuple[str, ...]
+    ) -> None:
         wanted = deque(chunks)
-        lot = Lot(sources, wanted, len(wanted))
+        lot = Lot(sources, wanted, len(wanted), helpers)
         for name in sources:
             self.sources.setdefault(name, Source(name))
+        for name in helpers:
+            self.sources.setdefault(name, Source(name)).is_helper = True
         if not wanted:
             return
         self._lots.append(lot)

@@ -1,7 +1,8 @@
 """A relay plan cut into what each worker is told: its stripes, and whom it has to dial.
 
 A stripe names the way up its tree, parent first; the origin stands behind the last and is not
-named. Index k of every worker's stripes is tree k. Also the part of a worker that joins late,
+named. Index k of every worker's stripes is tree k. Beside them stand helpers, whose uplinks the
+plan does not use up. Also the part of a worker that joins late,
 which follows no tree: an equal stripe from each source, behind which the others stand.
 """
 
@@ -20,6 +21,9 @@ from echo2.types import Name, PeerId, Stripe, Version
 SOURCES_MAX: Final = 64
 """Most ancestors that a stripe names; the origin stands behind them however many there are."""
 JOINER_SOURCES_MAX: Final = 3
+HELPERS_MAX: Final = 2
+SPARE_SHARE: Final = 0.25
+"""Of the version, in the planned time, must be left of a helper's uplink."""
 MOST_NEEDED_MAX: Final = 8
 """Relays of which the records tell how many workers are behind them."""
 
@@ -34,14 +38,19 @@ class RelayPart:
 
     @property
     def sources(self) -> set[str]:
-        return {name for stripe in self.stripes for name in stripe.sources}
+        """Helpers included."""
+        return {name for stripe in self.stripes for name in (*stripe.sources, *stripe.helpers)}
 
     def among(self, present: Collection[str]) -> RelayPart:
         """The part without those who are not present."""
         if self.sources.issubset(present) and all(name in present for name in self.serves):
             return self
         stripes = [
-            Stripe(stripe.num_chunks, tuple(name for name in stripe.sources if name in present))
+            Stripe(
+                stripe.num_chunks,
+                tuple(name for name in stripe.sources if name in present),
+                tuple(name for name in stripe.helpers if name in present),
+            )
             for stripe in self.stripes
         ]
         serves = tuple(name for name in self.serves if name in present)
@@ -82,10 +91,15 @@ def announcement(published: VersionPublished, part: RelayPart, way: Way) -> Vers
 
 
 def planned_parts(
-    plan: RelayPlan, accepting: Collection[str], num_chunks: int
+    plan: RelayPlan,
+    accepting: Collection[str],
+    num_chunks: int,
+    *,
+    spare: Mapping[str, float] | None = None,
 ) -> dict[PeerId, RelayPart]:
     """Every reached worker's part. Trees beyond STRIPES_MAX, the lightest, give their chunks to
-    the others; so does a tree that would get none."""
+    the others; so does a tree that would get none. `spare`: how many times the version each
+    could send in the planned time beside what the plan has it send."""
     trees = _heaviest(plan.trees)
     sizes = stripe_sizes(num_chunks, [tree.weight for tree in trees])
     used = [(tree, size) for tree, size in zip(trees, sizes, strict=True) if size]
@@ -94,15 +108,33 @@ def planned_parts(
         for child, parent in tree.parents.items():
             if parent != ORIGIN and parent not in accepting and child in accepting:
                 serves.setdefault(parent, {})[child] = None
+    spare = spare or {}
+    able = [
+        name
+        for name in plan.arrivals_s
+        if name in accepting and spare.get(name, 0.0) >= SPARE_SHARE
+    ]
+    able.sort(key=lambda name: (-spare[name], name))
+    above = {name: _above(plan.trees, name) for name in plan.arrivals_s}
     parts = {}
-    for name in plan.arrivals_s:
-        stripes = tuple(Stripe(size, _way_up(tree, name)) for tree, size in used)
+    for place, name in enumerate(plan.arrivals_s):
+        # Whoever is below waits for us; the rest take turns, so that not all ask the same.
+        free = [h for h in able if h != name and name not in above[h] and h not in above[name]]
+        first = place % len(free) if free else 0
+        helpers = tuple((free[first:] + free[:first])[:HELPERS_MAX])
+        ways = [(size, _way_up(tree, name)) for tree, size in used]
+        stripes = tuple(Stripe(size, way, helpers if way else ()) for size, way in ways)
         parts[PeerId(name)] = RelayPart(
             stripes if any(stripe.sources for stripe in stripes) else (),
             tuple(PeerId(child) for child in serves.get(name, ())),
             plan.predicted_s,
         )
     return parts
+
+
+def _above(trees: Sequence[RelayTree], name: str) -> set[str]:
+    """All that stand above it in any tree."""
+    return {above for tree in trees for above in _way_up(tree, name)}
 
 
 def planned_shares(plan: RelayPlan) -> dict[str, float]:

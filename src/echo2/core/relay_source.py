@@ -57,6 +57,8 @@ class Source:
     num_faults: int = 0
     silences: int = 0
     failures: int = 0
+    is_helper: bool = False
+    """Not on the way up our trees: it may wait, through others, for us."""
     num_bytes: int = 0
     busy_s: float = 0.0
     busy_since: float | None = None
@@ -163,7 +165,7 @@ class Source:
 
     def _patience_s(self, limits: Limits) -> float:
         patience_s = limits.stuck_s if self.num_held else limits.awaiting_s
-        if self.on_probation and not self.num_held:
+        if (self.on_probation or self.is_helper) and not self.num_held:
             patience_s = QUIET_SPANS * limits.silence_s
         return max(patience_s, 2.0 * QUIET_SPANS * self.spacing_s)
 

@@ -170,8 +170,10 @@ class Relays:
             chunk_bytes=CHUNK_MAX_BYTES,
         )
         accepting = {host.name for host in hosts if host.accepts}
-        self._planned.parts = planned_parts(plan, accepting, num_chunks)
-        self._planned.shares = planned_shares(plan)
+        self._planned.shares = shares = planned_shares(plan)
+        mbit = published.num_bytes * 8 / 1e6 / plan.predicted_s
+        spare = {host.name: host.up / mbit - shares.get(host.name, 0.0) for host in hosts}
+        self._planned.parts = planned_parts(plan, accepting, num_chunks, spare=spare)
         return plan
 
     def part(self, version: Version, peer: PeerId, now: float) -> RelayPart:

@@ -309,8 +309,9 @@ class VersionFetch:
     async def _chunks(self, assembly: Assembly) -> None:
         """Until every chunk is in the assembly."""
         manifest = assembly.manifest
+        lots = self._lots(assembly)
         self._state = state = RelayFetch(
-            self._lots(assembly),
+            [(stripe.sources, chunks) for stripe, chunks in lots],
             chunk_bytes=manifest.chunk_bytes,
             limits=Limits(
                 window_chunks=min(
@@ -322,6 +323,7 @@ class VersionFetch:
             ),
             now=self._now(),
             planned_s=self._planned_s,
+            helpers=[stripe.helpers for stripe, _ in lots],
         )
         for name in state.sources:
             if self._links.is_up(name):
@@ -337,22 +339,18 @@ class VersionFetch:
             if assembly.num_unwritten >= (1 if is_quiet else WRITE_CHUNKS):
                 await in_thread(self._stop, assembly.write)
 
-    def _lots(self, assembly: Assembly) -> list[tuple[tuple[str, ...], list[int]]]:
-        """What is missing, by the sources that the plan names for it."""
+    def _lots(self, assembly: Assembly) -> list[tuple[Stripe, list[int]]]:
+        """What is missing, by the stripe that the plan has for it."""
         missing = assembly.missing()
         if not self._stripes:
-            return [((), missing)]
+            return [(Stripe(max(1, len(missing))), missing)]
         of_chunk = stripe_of_chunks(
             assembly.manifest.num_chunks, [float(stripe.num_chunks) for stripe in self._stripes]
         )
         lots: list[list[int]] = [[] for _ in self._stripes]
         for index in missing:
             lots[of_chunk[index]].append(index)
-        return [
-            (stripe.sources, chunks)
-            for stripe, chunks in zip(self._stripes, lots, strict=True)
-            if chunks
-        ]
+        return [pair for pair in zip(self._stripes, lots, strict=True) if pair[1]]
 
     def _carry_out(self, state: RelayFetch) -> None:
         for effect in state.advance(self._now()):

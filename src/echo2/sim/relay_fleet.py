@@ -190,7 +190,8 @@ class RelayFleet:
                 ways[place][1].append(index)
         for child in part.serves:
             self.network.dial(name, child)
-        relay.begin(version, ways, part.planned_s)
+        helpers = [stripe.helpers for stripe in part.stripes]
+        relay.begin(version, ways, part.planned_s, helpers)
 
     def _completed(self, relay: RelayHost, version: Version) -> None:
         self.completed_at[relay.name, version] = self.timeline.now

@@ -78,7 +78,13 @@ class RelayHost:
 
     # ---------------------------------------------------------------------- fetching
 
-    def begin(self, version: Version, ways: Sequence[Way], planned_s: float) -> None:
+    def begin(
+        self,
+        version: Version,
+        ways: Sequence[Way],
+        planned_s: float,
+        helpers: Sequence[Sequence[str]],
+    ) -> None:
         """Fetch a version; one under way is given up."""
         self._give_up()
         self.version = version
@@ -94,6 +100,7 @@ class RelayHost:
             limits=self._limits,
             now=self.now,
             planned_s=planned_s,
+            helpers=helpers,
         )
         for name in self.fetch.sources:
             if self._network.is_up(self.name, name):

@@ -20,12 +20,14 @@ def a_fetch(
 ) -> RelayFetch:
     """`lots`: ("w-1 w-2", chunks), the origin behind them; `up`: who is connected (None: all)."""
     planned_s = changes.pop("planned_s", 0.0)
+    helpers = changes.pop("helpers", "").split()
     fetch = RelayFetch(
         [(names.split(), chunks) for names, chunks in lots],
         chunk_bytes=CHUNK_BYTES,
         limits=Limits(**{"window_chunks": WINDOW, **changes}),
         now=began,
         planned_s=planned_s,
+        helpers=[helpers] * len(lots),
     )
     for name in fetch.sources if up is None else up.split():
         fetch.connected(name, began)
@@ -510,6 +512,40 @@ def test_a_slow_source_that_lost_its_part_keeps_what_it_can_deliver() -> None:
     deliver(fetch, "w-1", per_s=4.0, until=20.0)
     assert len(fetch._lots) == 2
     assert fetch._lot_of[max(fetch.sources["w-1"].asked)] is fetch._lots[0]
+
+
+def test_a_helper_is_dialed_and_waited_for_when_a_source_is_slow_and_not_before() -> None:
+    names = f"w-1 w-2 {ORIGIN}"
+    fetch = a_fetch(("w-1 w-2", range(100)), planned_s=10.0, helpers="w-9", up=names)
+    effects = deliver(fetch, "w-1", per_s=1.0, until=4.25)
+    assert [e for e in effects if isinstance(e, Dial)] == [Dial("w-9")]
+    assert fetch._lots[1].sources == ("w-9", "w-2", ORIGIN, "w-1")
+    assert not fetch.sources["w-2"].asked
+    fetch.connected("w-9", 4.3)
+    fetch.advance(4.3)
+    assert len(fetch.sources["w-9"].asked) == WINDOW
+    assert not fetch.sources["w-2"].asked
+
+
+def test_a_helper_that_does_not_come_up_is_waited_for_no_longer_than_its_silence() -> None:
+    names = f"w-1 w-2 {ORIGIN}"
+    fetch = a_fetch(("w-1 w-2", range(100)), planned_s=10.0, helpers="w-9", up=names)
+    deliver(fetch, "w-1", per_s=1.0, until=4.25)
+    deliver(fetch, "w-1", per_s=1.0, now=4.25, until=4.25 + Limits(WINDOW).silence_s + 0.5)
+    assert len(fetch.sources["w-2"].asked) == WINDOW
+
+
+def test_a_helper_that_has_nothing_is_soon_passed_over() -> None:
+    """It may wait, through others, for us."""
+    fetch = a_fetch(("w-1 w-2", range(100)), planned_s=10.0, helpers="w-9")
+    deliver(fetch, "w-1", per_s=1.0, until=4.25)
+    assert fetch.sources["w-9"].asked
+    for step in range(1, 16):
+        for name, num_held in (("w-9", 0), ("w-1", 1), ("w-2", 1)):
+            fetch.alive(name, num_held, 4.25 + step / 4)
+        fetch.advance(4.25 + step / 4)
+    assert fetch.sources["w-9"].on_probation
+    assert len(fetch.sources["w-2"].asked) == WINDOW
 
 
 def test_what_a_slow_source_lost_comes_back_to_it_when_nobody_else_works() -> None:

@@ -46,6 +46,20 @@ def test_a_stripe_names_the_way_up_without_the_origin() -> None:
     assert planned_shares(plan) == {"a": 1.0, "b": 0.75, "c": 0.25}
 
 
+def test_helpers_have_uplink_to_spare_and_nobody_waits_in_a_circle_by_the_plan() -> None:
+    plan = a_plan((1.0, chain("a1", "a2", "a3") | chain("b1", "b2", "b3") | chain("c1", "c2")))
+    spare = {"a1": 0.1, "a3": 1.0, "b3": 1.0, "c2": 0.5}
+    parts = planned_parts(plan, plan.arrivals_s, 10, spare=spare)
+    helpers = {name: part.stripes[0].helpers for name, part in parts.items() if part.stripes}
+    assert set(helpers["a2"]) == set(helpers["a3"]) == {"b3", "c2"}
+    assert set(helpers["b2"]) == {"a3", "c2"}
+    assert set(helpers["c2"]) == {"a3", "b3"}
+    assert parts[PeerId("a1")].stripes == ()  # the origin needs none
+    only_dials = planned_parts(plan, {"c2"}, 10, spare=spare)
+    assert only_dials[PeerId("a2")].stripes[0].helpers == ("c2",)
+    assert parts[PeerId("a2")].among({"a1", "c2"}).stripes[0].helpers == ("c2",)
+
+
 def test_the_records_say_who_has_most_workers_behind() -> None:
     plan = a_plan((0.75, chain("a", "b", "c")), (0.25, chain("c", "b", "a")))
     assert planned_fields(Version(1, 0), plan)["most_needed"] == {"a": 2, "b": 2, "c": 2}
