@@ -33,6 +33,8 @@ from echo2.core.relay_source import ORIGIN, Limits, Source
 __all__ = ["ORIGIN", "Ask", "Cancel", "Dial", "Limits", "RelayFetch", "Source"]
 
 SLOW_SHARE: Final = 0.6
+USELESS_SHARE: Final = 0.25
+"""Who delivers less than so much of the plan loses all: what is left would wait for its rest."""
 SLOW_FOR_S: Final = 1.0
 """So long must a source be slow before a part of its chunks goes to the next."""
 LATE_SHARE: Final = 1.25
@@ -154,7 +156,7 @@ class RelayFetch:
     def alive(self, name: str, num_held: int, now: float) -> None:
         source = self.sources.get(name)
         if source is not None:
-            source.heard_at, source.num_held = now, num_held
+            source.alive(num_held, now)
 
     def arrived(self, name: str, index: int, num_bytes: int, now: float) -> list[Cancel] | None:
         """A payload came; None when it is of no use: the chunk is here already or being
@@ -275,11 +277,11 @@ class RelayFetch:
     def _excess(self, source: Source, now: float) -> tuple[float, float]:
         """The part of what is left to it that it should lose, and its rate."""
         rate = source.bytes_per_s(now)
-        if not source.num_held or not source.is_warm(now):
+        if not source.is_warm(now) or not source.is_held_up(now):
             return 0.0, rate
         planned = self._planned[source.name]
         if rate < SLOW_SHARE * planned:
-            return 1.0 - rate / planned, rate
+            return 1.0 if rate < USELESS_SHARE * planned else 1.0 - rate / planned, rate
         overdue = now - self._began > LATE_SHARE * self._planned_s
         if not (overdue if self._planned_s else self._is_one_done):
             return 0.0, rate

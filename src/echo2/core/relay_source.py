@@ -19,6 +19,8 @@ RESTS_DOUBLED_MAX: Final = 5
 QUIET_SPANS: Final = 2.0
 """A source is silent after so many times the longest that it was quiet lately, if that is more
 than the limit: on a slow link a sign of life waits behind chunks."""
+SIGNS_LATE_S: Final = 1.0
+"""Signs of life are sent each 0.5 s; with so long between two they stood behind chunks."""
 QUIET_DECAY: Final = 0.8
 """Of the longest quiet time, with each payload."""
 
@@ -64,6 +66,10 @@ class Source:
     busy_since: float | None = None
     num_held: int = 0
     """Of what is asked, as it said last: what waits for the link to us."""
+    told_at: float = 0.0
+    """When it said so, or began to owe."""
+    told_after_s: float = 0.0
+    """Since it had said so before."""
     slow_since: float | None = None
     quiet_s: float = 0.0
     is_origin: bool = field(init=False)
@@ -107,6 +113,11 @@ class Source:
         self.heard_at = now
         self._rest(now)
 
+    def alive(self, num_held: int, now: float) -> None:
+        self.told_after_s = now - self.told_at
+        self.heard_at = self.told_at = now
+        self.num_held = num_held
+
     def arrived(self, num_bytes: int, now: float) -> None:
         if self.asked:
             self.quiet_s = max(now - self.heard_at, self.quiet_s * QUIET_DECAY)
@@ -126,8 +137,9 @@ class Source:
 
     def ask(self, indexes: list[int], now: float) -> None:
         if not self.asked:
-            self.heard_at = self.delivered_at = self.busy_since = now
+            self.heard_at = self.delivered_at = self.told_at = self.busy_since = now
             self.num_held = 0
+            self.told_after_s = 0.0
         self.asked.update(indexes)
 
     def let_off(self, index: int, now: float) -> None:
@@ -177,6 +189,11 @@ class Source:
     def is_warm(self, now: float) -> bool:
         """Was it busy for all of the time that its rate is measured over?"""
         return self.busy_since is not None and now - self.busy_since > RATE_WINDOW_S
+
+    def is_held_up(self, now: float) -> bool:
+        """Is the link to us what it waits for? It says so; or would have to say that it is not,
+        and its signs of life are late."""
+        return bool(self.num_held) or max(now - self.told_at, self.told_after_s) > SIGNS_LATE_S
 
     def busy_until(self, now: float) -> float:
         return self.busy_s + (0.0 if self.busy_since is None else now - self.busy_since)

@@ -519,7 +519,7 @@ def test_a_helper_is_dialed_and_waited_for_when_a_source_is_slow_and_not_before(
     fetch = a_fetch(("w-1 w-2", range(100)), planned_s=10.0, helpers="w-9", up=names)
     effects = deliver(fetch, "w-1", per_s=1.0, until=4.25)
     assert [e for e in effects if isinstance(e, Dial)] == [Dial("w-9")]
-    assert fetch._lots[1].sources == ("w-9", "w-2", ORIGIN, "w-1")
+    assert fetch._lots[-1].sources == ("w-9", "w-2", ORIGIN, "w-1")
     assert not fetch.sources["w-2"].asked
     fetch.connected("w-9", 4.3)
     fetch.advance(4.3)
@@ -561,6 +561,31 @@ def test_a_source_whose_chunks_have_yet_to_reach_it_is_not_slow() -> None:
     fetch = a_fetch(("w-1 w-2", range(100)), planned_s=10.0)
     deliver(fetch, "w-1", per_s=1.0, until=9.0, held=0)
     assert len(fetch._lots) == 1
+
+
+def test_a_source_that_delivers_next_to_nothing_loses_all() -> None:
+    fetch = a_fetch(("w-1 w-2", range(100)), planned_s=10.0)
+    effects = deliver(fetch, "w-1", per_s=2.0, until=4.25)
+    assert [lot.sources for lot in fetch._lots] == [("w-2", ORIGIN, "w-1")]
+    assert [e.source for e in effects if isinstance(e, Cancel)] == ["w-1"]
+    assert not fetch.sources["w-1"].asked
+
+
+@pytest.mark.parametrize(("each_s", "is_slow"), [(0.5, False), (1.25, True), (100.0, True)])
+def test_late_signs_of_life_show_that_the_link_is_what_a_source_waits_for(
+    each_s: float, is_slow: bool
+) -> None:
+    """They say that nothing is held, but stood behind chunks themselves."""
+    fetch = a_fetch(("w-1 w-2", range(100)), planned_s=10.0)
+    told_at, asked = 0.0, set()
+    for now in (step / 4 for step in range(32)):
+        asked |= {effect.source for effect in fetch.advance(now) if isinstance(effect, Ask)}
+        if now - told_at >= each_s:
+            told_at = now
+            fetch.alive("w-1", 0, now)
+        if now % 0.5 == 0 and fetch.sources["w-1"].asked:
+            comes(fetch, "w-1", min(fetch.sources["w-1"].asked), now=now)
+    assert ("w-2" in asked) is is_slow
 
 
 def test_a_source_that_keeps_to_its_plan_keeps_its_chunks() -> None:
