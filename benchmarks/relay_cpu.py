@@ -5,8 +5,8 @@
 A relay (in this process) holds a version and serves it over loopback to children that ask for
 chunks in a window and drop what comes (in a process of their own, so that their work is not
 counted). Plain and with CURVE. Beside the rates: the largest and the 99th percentile of the
-event loop's lag while the bytes pass, the process's peak memory, and its processor seconds
-per gigabyte. Prints one JSON object.
+event loop's lag while the bytes pass, how much the process's memory grew meanwhile, and its
+processor seconds per gigabyte. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import uvloop
+import zmq
 
-from echo2.messages import CHUNK_MAX_BYTES, Chunk, ChunksRequest, Lane, Role
-from echo2.net.dealer import Connection, Dealer
+from echo2 import wire
+from echo2.messages import CHUNK_MAX_BYTES, ChunksRequest, Lane, Role
 from echo2.net.keys import KeyPair
 from echo2.net.relay import Relay
-from echo2.net.sockets import close_context, make_context
+from echo2.net.sockets import close_context, dealer_socket, make_context
 from echo2.types import RelayPeer
 from echo2.weights.store import ChunkStore, write_version
 
@@ -54,6 +55,7 @@ async def relay(folder: Path, num_mb: int, children: int, *, curve: bool) -> dic
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     context = make_context()
     lags: list[float] = []
+    sizes: list[float] = []
     async with Relay(
         context, store, keys=own if curve else None, name="relay", bind="tcp://127.0.0.1:0"
     ) as serving:
@@ -73,11 +75,12 @@ async def relay(folder: Path, num_mb: int, children: int, *, curve: bool) -> dic
             ),
         )
         process.start()
-        lag = asyncio.create_task(measure_lag(lags))
+        lag = asyncio.create_task(measure(lags, sizes))
         while not ours.poll():  # noqa: ASYNC110  another process owes it
             await asyncio.sleep(0.05)
         assert ours.recv() == "ready"
         lags.clear()
+        sizes[:] = [resident_mb()]
         cpu = time.process_time()
         ours.send("go")
         while not ours.poll():  # noqa: ASYNC110  another process owes it
@@ -96,64 +99,65 @@ async def relay(folder: Path, num_mb: int, children: int, *, curve: bool) -> dic
         "cpu_s_per_gb": round(cpu / gigabytes, 2),
         "lag_p99_ms": round(1e3 * lags[int(0.99 * len(lags))], 2),
         "lag_max_ms": round(1e3 * lags[-1], 2),
+        "memory_grew_mb": round(max(sizes) - sizes[0], 1),
     }
 
 
-async def measure_lag(lags: list[float]) -> None:
+async def measure(lags: list[float], sizes: list[float]) -> None:
     loop = asyncio.get_running_loop()
     while True:
         due = loop.time() + LAG_INTERVAL_S
         await asyncio.sleep(LAG_INTERVAL_S)
         lags.append(max(0.0, loop.time() - due))
+        sizes.append(resident_mb())
+
+
+def resident_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * resource.getpagesize() / 1e6
 
 
 def sink(
     pipe: Pipe, endpoint: str, server_key: str, keys: dict[str, Any], digest: str, num_chunks: int
 ) -> None:
-    """The children: in a process of their own."""
-    uvloop.run(_sink(pipe, endpoint, server_key, keys, digest, num_chunks))
-
-
-async def _sink(
-    pipe: Pipe, endpoint: str, server_key: str, keys: dict[str, Any], digest: str, num_chunks: int
-) -> None:
+    """The children, in a process of their own: they ask, count what comes, and drop it."""
     context = make_context()
-    dealers = []
+    sockets = []
     for name, pair in keys.items():
-        dealer = Dealer(
+        socket = dealer_socket(
             context,
             lane=Lane.CHUNKS,
             role=Role.WORKER,
-            server_role=Role.WORKER,
-            endpoint=endpoint,
-            server_key=server_key,
             keys=None if pair is None else KeyPair(*pair),
+            server_key=server_key,
+            endpoint=endpoint,
             name=name,
         )
-        await dealer.start()
-        dealers.append(dealer)
-    for dealer in dealers:
-        await dealer.wait_connected(30.0)
+        socket.connect(endpoint)
+        sockets.append(socket)
+    poller = zmq.Poller()
+    for socket in sockets:
+        assert socket.poll(30_000, zmq.POLLOUT), "no connection"
+        poller.register(socket, zmq.POLLIN)
     pipe.send("ready")
     pipe.recv()
     began = time.perf_counter()
-    await asyncio.gather(*(_take(dealer, digest, num_chunks) for dealer in dealers))
+    asked = dict.fromkeys(sockets, 0)
+    arrived = dict.fromkeys(sockets, 0)
+    while min(arrived.values()) < num_chunks:
+        for socket in sockets:
+            if asked[socket] < num_chunks and asked[socket] - arrived[socket] <= WINDOW // 2:
+                part = tuple(range(asked[socket], min(asked[socket] + WINDOW, num_chunks)))
+                request = ChunksRequest(manifest_digest=digest, indexes=part)
+                socket.send_multipart(wire.encode(request))
+                asked[socket] += len(part)
+        for socket, _ in poller.poll():
+            frames = socket.recv_multipart(copy=False)
+            arrived[socket] += len(frames) == 2  # a sign of life has one
     pipe.send(time.perf_counter() - began)
-    for dealer in dealers:
-        await dealer.stop(flush_s=0.0)
-    await close_context(context)
-
-
-async def _take(dealer: Dealer, digest: str, num_chunks: int) -> None:
-    asked = arrived = 0
-    while arrived < num_chunks:
-        if asked < num_chunks and asked - arrived <= WINDOW // 2:
-            part = tuple(range(asked, min(asked + WINDOW, num_chunks)))
-            dealer.send(ChunksRequest(manifest_digest=digest, indexes=part))
-            asked += len(part)
-        message = await dealer.receive()
-        assert dealer.state is Connection.CONNECTED
-        arrived += isinstance(message, Chunk)
+    for socket in sockets:
+        socket.close(linger=0)
+    context.destroy(linger=0)
 
 
 def main() -> None:
@@ -173,7 +177,6 @@ def main() -> None:
         "children": options.children,
         "chunk_bytes": CHUNK_MAX_BYTES,
         **found,
-        "peak_memory_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
     }
     text = json.dumps(report, indent=2)
     print(text)
