@@ -27,7 +27,7 @@ PATIENCE = 3
 """The search ends after so many wider packings without a gain."""
 CUT_PATIENCE = 2
 """A packing's search ends after so many longer cuts without a gain."""
-SLACK = 0.02
+SLACK = 0.04
 """Predictions that differ by no more than this are as good as equal."""
 
 
