@@ -40,8 +40,9 @@ from echo2.errors import ConfigError, ProtocolError, RemoteProtocolError
 from echo2.frames import frames_problem
 from echo2.http_api import HttpApi
 from echo2.learner_client import Batch
-from echo2.ledger.events_log import EventsLog, restore
-from echo2.ledger.memory import Ledger, MemoryLedger
+from echo2.ledger.durable import DurableLedger
+from echo2.ledger.events_log import EventsLog
+from echo2.ledger.memory import Ledger
 from echo2.messages import (
     BatchGroup,
     Goodbye,
@@ -128,7 +129,7 @@ class Coordinator:
         self.http_url = ""
         self.run_id = ""
         self.refused: Counter[str] = Counter()
-        self._ledger = ledger or MemoryLedger()
+        self._ledger = ledger or DurableLedger(self.run_dir)
         self._metrics = CoordinatorMetrics()
         self._lag = LoopLag()
         self._context = make_context()
@@ -181,18 +182,18 @@ class Coordinator:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._exit.push_async_callback(close_context, self._context)
         self._exit.enter_context(_only_coordinator_of(self.run_dir))
-        restored = restore(self.run_dir / "events.jsonl")
+        self._log = EventsLog(self.run_dir / "events.jsonl")
+        self._log.open()
+        self._exit.push_async_callback(self._ledger.stop)
+        self._exit.callback(self._log.close)
+        restored = await asyncio.to_thread(self._ledger.restored)
         self.run_id = self._known_run_id()
         self._core = CoordinatorState(settings_of(self.config, self.run_id), restored)
         resolved = self.run_dir / "config.resolved.toml"
         if not resolved.exists():
             # It may hold a token.
             write_whole(resolved, config_to_toml(self.config).encode(), mode=0o600)
-        self._log = EventsLog(self.run_dir / "events.jsonl")
-        self._log.open()
-        self._exit.callback(self._log.close)
         await self._ledger.start(lambda record_id: self.feed(Persisted(record_id)))
-        self._exit.push_async_callback(self._ledger.stop)
         await self._listen()
         await self._serve_http()
         self._embedded = EmbeddedLearner(self)
@@ -200,6 +201,7 @@ class Coordinator:
         self._exit.push_async_callback(self._embedded.stop)
         self._tasks.start(self._ticks(), name="ticks")
         self._tasks.start(self._lag.run(), name="lag")
+        self._tasks.start(self._ledger.wait(), name="ledger")
         for router in (self._control, self._rollouts):
             self._tasks.start(router.wait(), name="router")
         self.feed(Tick())
@@ -422,7 +424,8 @@ class Coordinator:
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Emit):
-                self._log.write(effect.event, effect.fields)
+                position = self._log.write(effect.event, effect.fields)
+                self._ledger.observe(effect.event, effect.fields, position)
                 self._metrics.observe(effect.event, effect.fields)
                 level = log.debug if effect.event in QUIET_EVENTS else log.info
                 level(effect.event, **effect.fields)

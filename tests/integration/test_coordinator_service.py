@@ -323,7 +323,7 @@ async def test_a_second_learner_fences_the_first(tmp_path: Path) -> None:
 
 async def test_learner_and_worker_go_on_after_the_coordinator_came_back(tmp_path: Path) -> None:
     config = a_config(heartbeat={"interval_s": 0.2, "suspect_s": 1.0, "gone_s": 2.0})
-    async with a_learner_over_two(config, tmp_path) as (learner, restart):
+    async with a_learner_over_two(config, tmp_path) as (learner, _, restart):
         await steps(learner, 0, 2, 1)
         await restart()
         async with a_worker(tmp_path, name="w-2"):
@@ -334,9 +334,29 @@ async def test_learner_and_worker_go_on_after_the_coordinator_came_back(tmp_path
     assert len(trained) == len(set(trained)) == 4 * R
 
 
+async def test_acknowledged_groups_survive_a_coordinator_and_are_trained_without_a_worker(
+    tmp_path: Path,
+) -> None:
+    config = a_config(heartbeat={"interval_s": 0.2, "suspect_s": 1.0, "gone_s": 2.0})
+    async with a_learner_over_two(config, tmp_path) as (learner, worker, restart):
+        await steps(learner, 0, 1, 1)
+        await learner.publish(published(Version(1, 1)))
+        # By now there is at least one more batch, since pacing lets workers work ahead.
+        await worker.wait_for(GroupAcknowledged, 2 * R)
+        accepted = {m.group for m in worker.received if isinstance(m, GroupAcknowledged)}
+        await restart()
+        batch = await learner.next_batch(1)
+        assert batch is not None
+        await learner.complete(1, train_s=0.0, wait_s=0.0, mismatch={})
+    trained = [e["group_id"] for e in events(tmp_path, "group_ended") if e["end"] == "trained"]
+    assert len(trained) == len(set(trained)) == 2 * R
+    assert set(trained) <= accepted
+
+
 @asynccontextmanager
 async def a_learner_over_two(config: Config, run_dir: Path):  # type: ignore[no-untyped-def]
-    """A learner, and a function that replaces the coordinator under it."""
+    """A learner, the first worker, and a function that ends that one and replaces the
+    coordinator under the learner."""
     current = [Coordinator(config, run_dir=run_dir)]
     await current[0].__aenter__()
     worker = ScriptedWorker(run_dir)
@@ -351,7 +371,7 @@ async def a_learner_over_two(config: Config, run_dir: Path):  # type: ignore[no-
     try:
         async with a_learner(config, run_dir) as learner:
             await learner.start(resume_step=0)
-            yield learner, restart
+            yield learner, worker, restart
     finally:
         await current[0].__aexit__(None, None, None)
 

@@ -78,8 +78,8 @@ MUTANTS = (
     Mutant(
         "a result is acknowledged before it is durable",
         "worker_desk.py",
-        "        state.persist(GroupStored(group.id, lease.id, peer, message), group)\n",
-        "        state.persist(GroupStored(group.id, lease.id, peer, message), group)\n"
+        "        state.persist(GroupStored(group.id, lease.id, peer, group.task, message), group)\n",
+        "        state.persist(GroupStored(group.id, lease.id, peer, group.task, message), group)\n"
         '        self._acknowledge(peer, message, "accepted")\n',
     ),
     Mutant(

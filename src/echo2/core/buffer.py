@@ -79,6 +79,22 @@ class GroupBook:
         self.queue_bytes += len(task.payload)
         return made
 
+    def restore(self, group: GroupId, task: Task, result: StoredResult) -> None:
+        """One that an earlier coordinator had acknowledged: it waits to be trained."""
+        made = Group(id=group, task=task, state=GroupState.BUFFERED, result=result, begun=True)
+        # Its worker sends it again if the acknowledgement was lost.
+        made.known_leases[result.lease] = Lease(
+            id=result.lease,
+            group=group,
+            worker=result.worker,
+            version=result.min_version,
+            granted_at=0.0,
+            progressed_at=0.0,
+            revoke_after_s=0.0,
+        )
+        self.groups[group] = made
+        self._enter(made)
+
     def lease(self, group: Group, lease: Lease) -> None:
         self._leave(group)
         group.move(GroupState.LEASED)

@@ -125,6 +125,7 @@ class CoordinatorState:
             late=settings.late,
             period=settings.period,
         )
+        self.workers.judge_restored()
 
     def _received(self, peer: PeerId, message: Message) -> None:
         handler = self._handlers.get(type(message))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from echo2.types import GroupId, LeaseId, PeerId, Version
+from echo2.types import GroupId, LeaseId, PeerId, Task, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,7 @@ class GroupStored:
     group: GroupId
     lease: LeaseId
     worker: PeerId
+    task: Task
     payload: object
 
 

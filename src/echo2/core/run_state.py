@@ -7,7 +7,7 @@ collects the effects of the event under way.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from echo2.core.delta_choice import DeltaOffers, Way, main_group
 from echo2.core.effects import Effect, Emit, Finish, Persist, Send
 from echo2.core.estimates import Estimate
 from echo2.core.evals import Eval, EvalLease, Evals
-from echo2.core.group import End, Group, GroupState, Lease
+from echo2.core.group import End, Group, GroupState, Lease, StoredResult
 from echo2.core.history import TrainedHistory
 from echo2.core.lineage import Lineage
 from echo2.core.membership import Members
@@ -68,11 +68,21 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
+class RestoredGroup:
+    """A group that was acknowledged and has not ended."""
+
+    id: GroupId
+    task: Task
+    result: StoredResult
+
+
+@dataclass(frozen=True, slots=True)
 class Restored:
     """What an earlier coordinator of this run left in its records.
 
     `trained`: groups trained at or after the oldest kept checkpoint, with v and the
-    incarnation that trained them; `open_indexes`: tasks below `next_index` that never ended.
+    incarnation that trained them; `open_indexes`: tasks below `next_index` that never ended,
+    but for those of `groups`, which are here.
     """
 
     incarnation: int
@@ -84,6 +94,13 @@ class Restored:
     kept: tuple[int, ...]
     published: tuple[tuple[Version, str], ...] = ()
     ends: dict[str, int] = field(default_factory=dict)
+    groups: tuple[RestoredGroup, ...] = ()
+
+    def with_groups(self, groups: Iterable[RestoredGroup]) -> Restored:
+        found = tuple(groups)
+        here = {group.task.index for group in found}
+        still_open = tuple(index for index in self.open_indexes if index not in here)
+        return replace(self, groups=found, open_indexes=still_open)
 
 
 class RunState:
@@ -136,7 +153,14 @@ class RunState:
         self.lineage.starts = list(restored.starts)
         self.lineage.published = dict(sorted(restored.published))
         self.first_new_index = restored.next_index
-        self.stream = TaskStream(next_index=restored.next_index, again=restored.open_indexes)
+        dead = []
+        for group in restored.groups:
+            if self.lineage.all_verdict(group.result.trajectories, step=self.step):
+                self.book.restore(group.id, group.task, group.result)
+            else:  # sampled by versions that a rewind has killed
+                dead.append(group.task.index)
+        again = tuple(sorted((*restored.open_indexes, *dead)))
+        self.stream = TaskStream(next_index=restored.next_index, again=again)
         self.history.keep(restored.kept)
         self.ends.update(restored.ends)
         self.restored_trained = list(restored.trained)

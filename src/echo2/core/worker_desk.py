@@ -309,7 +309,7 @@ class WorkerDesk:
         ended = state.book.store(group, result, state.next_record_id)
         if ended is not None and ended.id != lease.id:
             state.revoke_at_worker(ended, f"{peer} delivered the group first")
-        state.persist(GroupStored(group.id, lease.id, peer, message), group)
+        state.persist(GroupStored(group.id, lease.id, peer, group.task, message), group)
 
     def _result_refusal(self, group: Group, result: StoredResult) -> Verdict:
         """What no honest worker sends, but for tokens of a version that a rewind killed."""
@@ -417,15 +417,27 @@ class WorkerDesk:
             return
         state.note_settled(record.lease)
         self._acknowledge(record.worker, message, "accepted")
-        result = group.result
+        if not self._ends_unused(group):
+            state.book.admit(group)
+            state.failed_in_row = 0
+
+    def judge_restored(self) -> None:
+        """Of what an earlier coordinator had acknowledged, end what cannot be trained any more,
+        or never could."""
+        for group in self.state.book.in_state(GroupState.BUFFERED):
+            self._ends_unused(group)
+
+    def _ends_unused(self, group: Group) -> bool:
+        """End a group that is too old, or says nothing."""
+        state, result = self.state, group.result
         assert result is not None
         if not state.is_admissible(group, state.next_step):
             state.end_group(group, "expired", state.expired_reason(group, state.next_step))
         elif state.settings.filter_zero_variance and not result.has_reward_variance:
             state.end_group(group, "filtered", "all rewards of the group are equal")
         else:
-            state.book.admit(group)
-            state.failed_in_row = 0
+            return False
+        return True
 
     def failed(self, peer: PeerId, message: LeaseFailed) -> None:
         state = self.state

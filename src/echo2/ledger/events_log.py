@@ -27,23 +27,29 @@ class EventsLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: BinaryIO | None = None
+        self._end = 0
 
     def open(self) -> None:
         """Cut off a torn last line, then append. ConfigError when it cannot be written."""
         try:
             self._file = self.path.open("a+b")
             _cut_torn_line(self._file)
+            self._end = self._file.tell()
         except OSError as error:
             raise ConfigError(
                 f"{self.path} cannot be written ({error.strerror}); free space or give another "
                 "--run-dir"
             ) from error
 
-    def write(self, event: str, fields: dict[str, Any]) -> None:
+    def write(self, event: str, fields: dict[str, Any]) -> int:
+        """Append a line; where in the file it ends."""
         assert self._file is not None, "open it first"
         line = {"time": round(time.time(), 6), "event": event, **fields}
+        encoded = json.dumps(line, separators=(",", ":")).encode() + b"\n"
         with self._disk_errors():
-            self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+            self._file.write(encoded)
+        self._end += len(encoded)
+        return self._end
 
     def flush(self) -> None:
         """Echo2Error when the disk does not take it: then no peer may be told."""
@@ -85,9 +91,11 @@ def _cut_torn_line(file: BinaryIO) -> None:
     file.seek(0, 2)
 
 
-def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of an events file. ConfigError for one that is not JSON."""
+def read_events(path: Path, *, start: int = 0) -> Iterator[dict[str, Any]]:
+    """The whole lines of an events file, from byte `start` on. ConfigError for one that is
+    not JSON."""
     with path.open("rb") as file:
+        file.seek(start)
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return

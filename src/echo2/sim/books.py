@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from echo2.core.group import StoredResult
 from echo2.core.settings import CoordinatorSettings
 from echo2.types import GroupId, LeaseId, PeerId, TrajectoryHeader, Version
 
@@ -207,12 +208,19 @@ class Books:
             if with_result and not self.are_alive(track.versions):
                 self.requeue(track)
 
-    def forget_all_open(self) -> None:
-        """The coordinator was started again: what had not ended is known by no one."""
-        for track in self.tracks.values():
-            if track.place is not Place.ENDED:
-                self.requeue(track)
-                track.begun = track.recorded
+    def forget_all_open(self, restored: Mapping[GroupId, StoredResult]) -> None:
+        """The coordinator was started again: of what had not ended it knows what it restored."""
+        for group, track in self.tracks.items():
+            if track.place is Place.ENDED:
+                continue
+            self.requeue(track)
+            track.begun = track.recorded
+            result = restored.get(group)
+            if result is not None:
+                track.begun = True
+                track.take(result.trajectories)
+                track.lease, track.worker = result.lease, result.worker
+                self.move(track, Place.BUFFERED, sampled=min(track.versions))
         self.batch = None
         self.by_lease.clear()
         self.lease_worker.clear()

@@ -71,9 +71,28 @@ class Invariants:
                 self._effects[type(effect)](effect)
         self._after(state)
 
-    def coordinator_restarted(self) -> None:
-        """Its memory is gone, but for what the records say."""
-        self.books.forget_all_open()
+    def coordinator_restarted(self, state: RunState) -> None:
+        """Its memory is gone, but for what the ledger says: every group that it acknowledged
+        and that may still be trained."""
+        books = self.books
+        restored = {
+            group.id: group.result
+            for group in state.book.groups.values()
+            if group.result is not None
+        }
+        for group, track in books.tracks.items():
+            acknowledged = track.place in (Place.BUFFERED, Place.TRAINING)
+            if acknowledged and books.are_alive(track.versions):
+                require(group in restored, f"{group} was acknowledged, and a restart lost it")
+        for group in restored:
+            require(
+                books.track(group).place is not Place.ENDED,
+                f"{group} ended, and a restart brought it back",
+            )
+        stored = {result.lease for result in restored.values()}
+        self.moment.durable_results |= stored
+        self.moment.settled |= stored
+        books.forget_all_open(restored)
         self.moment.pending.clear()
         self.moment.last = False
 

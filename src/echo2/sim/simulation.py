@@ -8,10 +8,8 @@ out, refuses what the protocol forbids, and decides nothing.
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from random import Random
 
 from echo2.core.coordinator import CoordinatorState
@@ -19,11 +17,11 @@ from echo2.core.effects import DeliverGroup, Effect, Emit, Finish, Persist, Send
 from echo2.core.events import Event, Persisted, Received, Tick
 from echo2.core.waits import waits
 from echo2.errors import RemoteProtocolError
-from echo2.ledger.events_log import EventsLog, restore
 from echo2.messages import GroupResult, Heartbeat, LearnerHeartbeat, Message, Refused
 from echo2.sim.faults import FaultInjector
 from echo2.sim.invariants import Invariants, Violation
 from echo2.sim.learner import Disk, SimLearner
+from echo2.sim.ledger import SimLedger
 from echo2.sim.network import Network
 from echo2.sim.scenario import Scenario
 from echo2.sim.timeline import Timeline
@@ -72,7 +70,7 @@ class Simulation:
         self._spawned = 0
         self._epoch = 0
         self._persisting: list[int] = []
-        self._lines: list[Emit] = []
+        self.ledger = SimLedger(is_read=bool(scenario.faults.coordinator_restart_s))
         self._waited = [0.0, 0.0]
 
     # ------------------------------------------------------------------------- running
@@ -190,17 +188,11 @@ class Simulation:
     def restart_coordinator(self) -> None:
         """Kill -9 and start again: a new core, with what the old one's records say."""
         self.note("coordinator restarts")
-        with tempfile.TemporaryDirectory() as folder:
-            log = EventsLog(Path(folder) / "events.jsonl")
-            log.open()
-            for line in self._lines:
-                log.write(line.event, line.fields)
-            log.close()
-            restored = restore(log.path)
+        restored = self.ledger.restored()
         self._epoch += 1
         settings = replace(self.scenario.settings, life=str(self._epoch))
         self.core = CoordinatorState(settings, restored)
-        self.invariants.coordinator_restarted()
+        self.invariants.coordinator_restarted(self.core.state)
         self._persisting.clear()
 
     # ----------------------------------------------------------------------- the network
@@ -253,7 +245,8 @@ class Simulation:
                 self._send_out(peer, message.LANE, message)
             case DeliverGroup(peer):
                 self._send_out(peer, "rollouts", effect)
-            case Persist(record_id):
+            case Persist(record_id, record):
+                self.ledger.append(record_id, record)
                 self._persist(record_id)
             case Emit():
                 self._emit(effect)
@@ -272,13 +265,14 @@ class Simulation:
         waiting = self._persisting
         reorder = self.scenario.faults.records_reordered and not self.calm
         index = self._rng.randrange(len(waiting)) if reorder else 0
-        self.feed(Persisted(waiting.pop(index)))
+        record_id = waiting.pop(index)
+        self.ledger.commit(record_id)
+        self.feed(Persisted(record_id))
 
     def _emit(self, effect: Emit) -> None:
         outcome, fields = self.outcome, effect.fields
         outcome.events[effect.event] += 1
-        if self.scenario.faults.coordinator_restart_s:
-            self._lines.append(effect)
+        self.ledger.observe(effect.event, effect.fields)
         if effect.event == "group_ended":
             outcome.ends[fields["end"]] += 1
             if fields["end"] == "trained":

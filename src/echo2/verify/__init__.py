@@ -1,7 +1,7 @@
 """Recomputes the promises of a run from its records alone.
 
-`verify_run` reads config.resolved.toml, events.jsonl, metrics.jsonl, checkpoints/ and
-versions/ with its own reading of them, and uses no rule of `echo2.core`: what the
+`verify_run` reads config.resolved.toml, events.jsonl, metrics.jsonl, ledger.sqlite, ledger/,
+checkpoints/ and versions/ with its own reading of them, and uses no rule of `echo2.core`: what the
 coordinator decided is checked here by other code. One pass over the events; every check is
 a class with a name, in `checks_*.py`.
 """
@@ -16,6 +16,7 @@ from echo2.errors import ConfigError
 from echo2.verify.check import Check
 from echo2.verify.checks_files import file_checks
 from echo2.verify.checks_groups import group_checks
+from echo2.verify.checks_ledger import ledger_checks
 from echo2.verify.checks_metrics import metric_checks
 from echo2.verify.checks_records import RecordsWhole, record_checks
 from echo2.verify.checks_staleness import staleness_checks
@@ -49,6 +50,7 @@ def verify_run(run_dir: str | os.PathLike[str]) -> Report:
         *metric_checks(),
         *weight_checks(),
         *file_checks(),
+        *ledger_checks(),
     )
     checks: list[Check] = [kind(folder, history, metrics) for kind in kinds]
     for line in reader.events():

@@ -1,0 +1,331 @@
+"""ledger.sqlite: the index of what the coordinator must remember, and what it makes of it.
+
+    groups     every group that is not settled: where its payload lies, how it ended
+    learners   incarnations and the step from which each went on
+    versions   published versions and their manifests
+    facts      v, the kept checkpoints, the data position, how many groups ended how
+
+A group is settled when it has ended, no kept checkpoint can bring it back, and all before it
+have ended too: its row goes, and only the counts stay, so that the file does not grow with the
+run. Applying what was applied before changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from echo2.core.records import (
+    CheckpointRecorded,
+    LearnerRecorded,
+    Record,
+    StepRecorded,
+    VersionRecorded,
+)
+from echo2.core.run_state import Restored
+from echo2.core.task_queue import group_of, index_of
+from echo2.errors import ConfigError
+from echo2.ledger.segments import Place
+from echo2.types import GroupId, Version
+
+SCHEMA: Final = 1
+_TABLES: Final = """
+CREATE TABLE groups (
+    idx INTEGER PRIMARY KEY,
+    lease TEXT, worker TEXT, segment INTEGER, offset INTEGER, num_bytes INTEGER, digest BLOB,
+    ended TEXT, trained_at INTEGER
+);
+CREATE INDEX groups_by_segment ON groups (segment) WHERE segment IS NOT NULL;
+CREATE INDEX groups_open ON groups (idx) WHERE ended IS NULL;
+CREATE TABLE learners (incarnation INTEGER PRIMARY KEY, resume_step INTEGER NOT NULL);
+CREATE TABLE versions (
+    incarnation INTEGER, step INTEGER, manifest_digest TEXT NOT NULL,
+    PRIMARY KEY (incarnation, step)
+);
+CREATE TABLE ends (ended TEXT PRIMARY KEY, number INTEGER NOT NULL);
+CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+"""
+OBSERVED: Final = frozenset({"group_ended", "group_returned", "lease_revoked", "lease_failed"})
+"""Events that the ledger takes in beside records: nobody waits for them to be durable."""
+EARLIER: Final = "earlier"
+"""How a group ended under a release without a ledger: only that it did is known here."""
+_TRAINED_SINCE: Final = "ended = 'trained' AND trained_at >= ?"
+
+
+class Database:
+    """The file at `path`, made if it is not there. For one thread at a time. ConfigError for a
+    file that is no ledger of this release; sqlite3.Error later."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._prepare()
+        except sqlite3.DatabaseError as error:
+            raise ConfigError(
+                f"{path} cannot be used as a ledger ({error}); nothing in it was changed: free "
+                "space, make it writable, restore it from a copy, or give another --run-dir"
+            ) from error
+
+    def _prepare(self) -> None:
+        (schema,) = self._db.execute("PRAGMA user_version").fetchone()
+        if schema > SCHEMA:
+            self._db.close()
+            raise ConfigError(
+                f"{self._path} was written by a newer release of echo2 (schema {schema}, this one "
+                f"knows {SCHEMA}); nothing in it was changed: install that release"
+            )
+        self._db.execute("PRAGMA journal_mode = WAL")
+        # A commit is on the disk when it returns.
+        self._db.execute("PRAGMA synchronous = FULL")
+        if schema == 0:
+            with self.transaction():
+                for statement in _TABLES.split(";"):
+                    self._db.execute(statement)
+                self._db.execute(f"PRAGMA user_version = {SCHEMA}")
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def close(self) -> None:
+        self._db.close()
+
+    # -------------------------------------------------------------------- writing
+
+    def store(self, group: GroupId, lease: str, worker: str, place: Place) -> None:
+        """A group was delivered; its payload lies at `place`."""
+        self._reach(index_of(group))
+        self._db.execute(
+            "INSERT INTO groups (idx, lease, worker, segment, offset, num_bytes, digest) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (idx) DO UPDATE SET lease = excluded.lease, "
+            "worker = excluded.worker, segment = excluded.segment, offset = excluded.offset, "
+            "num_bytes = excluded.num_bytes, digest = excluded.digest",
+            (
+                index_of(group),
+                lease,
+                worker,
+                place.segment,
+                place.offset,
+                place.num_bytes,
+                place.digest,
+            ),
+        )
+
+    def apply(self, record: Record) -> None:
+        """Any record but a stored group."""
+        match record:
+            case StepRecorded():
+                self.step(record)
+            case LearnerRecorded():
+                self.learner(record)
+            case VersionRecorded():
+                self.version(record)
+            case CheckpointRecorded():
+                self.checkpoint(record)
+
+    def step(self, record: StepRecorded) -> None:
+        for group in record.groups:
+            self._end(index_of(group), "trained", record.step)
+        self._set("step", record.step + 1)
+
+    def learner(self, record: LearnerRecorded) -> None:
+        """A learner took over. What was trained after the step that it goes on from is open."""
+        values = record.incarnation, record.resume_step
+        known = self._db.execute("INSERT OR IGNORE INTO learners VALUES (?, ?)", values)
+        if not known.rowcount:
+            return
+        step = (record.resume_step,)
+        for (index,) in self._db.execute(
+            f"SELECT idx FROM groups WHERE {_TRAINED_SINCE}", step
+        ).fetchall():
+            self._return(index)
+        self._set("step", record.resume_step)
+        if not any(step <= record.resume_step for step in self.kept):
+            self._set("kept", [record.resume_step])
+
+    def version(self, record: VersionRecorded) -> None:
+        version = record.version
+        self._db.execute(
+            "INSERT OR REPLACE INTO versions VALUES (?, ?, ?)",
+            (version.incarnation, version.step, record.manifest_digest),
+        )
+
+    def checkpoint(self, record: CheckpointRecorded) -> None:
+        self._set("kept", list(record.kept))
+
+    def observe(self, event: str, fields: Mapping[str, Any], position: int) -> None:
+        """One of OBSERVED, whose line ends at byte `position` of events.jsonl."""
+        index = index_of(GroupId(fields["group_id"]))
+        self._reach(index)
+        if event == "group_ended":
+            trained_at = fields["trained_at"]
+            self._end(index, fields["end"], -1 if trained_at is None else trained_at)
+        elif event == "group_returned":
+            self._return(index)
+        self._set("events_position", position)
+
+    def take_over(self, earlier: Restored, position: int) -> None:
+        """What a run of a release without a ledger had in its events, up to `position`."""
+        with self.transaction():
+            for incarnation, resume_step in earlier.starts:
+                self.learner(LearnerRecorded(incarnation, resume_step))
+            for version, digest in earlier.published:
+                self.version(VersionRecorded(version, digest))
+            self._set("step", earlier.step)
+            self._set("kept", list(earlier.kept))
+            self._set("next_index", earlier.next_index)
+            self._set("events_position", position)
+            trained, still_open = dict(earlier.trained), set(earlier.open_indexes)
+            below = min(still_open, default=earlier.next_index)
+            below = min(below, *(index_of(group) for group in trained), earlier.next_index)
+            self._set("settled_below", below)
+            for index in range(below, earlier.next_index):
+                if index not in still_open:
+                    at = trained.get(group_of(index), -1)
+                    self._db.execute(
+                        "INSERT INTO groups (idx, ended, trained_at) VALUES (?, ?, ?)",
+                        (index, "trained" if at >= 0 else EARLIER, at),
+                    )
+            for end, number in earlier.ends.items():
+                self._count(end, number)
+
+    def catch_up(self, event: str, fields: Mapping[str, Any], position: int) -> None:
+        """A line of events.jsonl that the last process may not have committed here: what it
+        told stays true, though what it told it of had to be recorded first."""
+        match event:
+            case "learner_joined":
+                self.learner(LearnerRecorded(fields["incarnation"], fields["resume_step"]))
+            case "version_published":
+                version = Version(fields["incarnation"], fields["step"])
+                self.version(VersionRecorded(version, fields["manifest_digest"]))
+            case "checkpoint_saved":
+                self.checkpoint(CheckpointRecorded(fields["incarnation"], tuple(fields["kept"])))
+            case _ if event in OBSERVED:
+                self.observe(event, fields, position)
+
+    def settle(self) -> None:
+        """Let go of what is settled, and of payloads that nobody may need again."""
+        low = min(self.kept)
+        (first_open,) = self._db.execute(
+            "SELECT min(idx) FROM groups WHERE ended IS NULL"
+        ).fetchone()
+        below = self._fact("settled_below", 0)
+        limit = self._fact("next_index", 0) if first_open is None else first_open
+        # Rows are missing of those that were leased and never ended: they are open too.
+        for (index,) in self._db.execute(
+            "SELECT idx FROM groups WHERE idx >= ? AND idx < ? ORDER BY idx", (below, limit)
+        ).fetchall():
+            if index != below:
+                break
+            below += 1
+        self._set("settled_below", below)
+        unneeded = "ended IS NOT NULL AND (ended != 'trained' OR trained_at < ?)"
+        self._db.execute(f"UPDATE groups SET segment = NULL WHERE {unneeded}", (low,))
+        self._db.execute(f"DELETE FROM groups WHERE idx < ? AND {unneeded}", (below, low))
+
+    def segments(self) -> set[int]:
+        """Those in which something may be needed."""
+        rows = self._db.execute("SELECT DISTINCT segment FROM groups WHERE segment IS NOT NULL")
+        return {segment for (segment,) in rows}
+
+    def _end(self, index: int, end: str, trained_at: int) -> None:
+        row = self._db.execute("SELECT ended FROM groups WHERE idx = ?", (index,)).fetchone()
+        if row is None and index < self._fact("settled_below", 0):
+            return
+        if row is not None and row[0] is not None:
+            return
+        self._db.execute(
+            "INSERT INTO groups (idx, ended, trained_at) VALUES (?, ?, ?) ON CONFLICT (idx) "
+            "DO UPDATE SET ended = excluded.ended, trained_at = excluded.trained_at",
+            (index, end, trained_at),
+        )
+        self._count(end, 1)
+
+    def _return(self, index: int) -> None:
+        row = self._db.execute("SELECT ended FROM groups WHERE idx = ?", (index,)).fetchone()
+        if row is not None and row[0] is not None:
+            self._count(row[0], -1)
+            self._db.execute(
+                "UPDATE groups SET ended = NULL, trained_at = NULL WHERE idx = ?", (index,)
+            )
+
+    def _count(self, end: str, change: int) -> None:
+        self._db.execute(
+            "INSERT INTO ends VALUES (?, ?) ON CONFLICT (ended) "
+            "DO UPDATE SET number = number + excluded.number",
+            (end, change),
+        )
+
+    def _reach(self, index: int) -> None:
+        if index >= self._fact("next_index", 0):
+            self._set("next_index", index + 1)
+
+    # -------------------------------------------------------------------- reading
+
+    @property
+    def kept(self) -> list[int]:
+        """Steps of the checkpoints from which a learner may go on."""
+        return list(self._fact("kept", [0]))
+
+    def _fact(self, name: str, default: Any) -> Any:
+        row = self._db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+        return default if row is None else json.loads(row[0])
+
+    def _set(self, name: str, value: Any) -> None:
+        self._db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, json.dumps(value)))
+
+    @property
+    def events_position(self) -> int:
+        """Up to where events.jsonl is taken in."""
+        return int(self._fact("events_position", 0))
+
+    def open_places(self) -> list[tuple[GroupId, str, str, Place]]:
+        """Groups that were acknowledged and have not ended: their lease, worker and payload."""
+        rows = self._db.execute(
+            "SELECT idx, lease, worker, segment, offset, num_bytes, digest FROM groups "
+            "WHERE ended IS NULL AND segment IS NOT NULL ORDER BY idx"
+        )
+        return [
+            (group_of(index), lease, worker, Place(segment, offset, num_bytes, digest))
+            for index, lease, worker, segment, offset, num_bytes, digest in rows
+        ]
+
+    def restored(self) -> Restored | None:
+        """What an earlier coordinator left, without the payloads; None when there was none."""
+        starts = self._db.execute(
+            "SELECT incarnation, resume_step FROM learners ORDER BY incarnation"
+        ).fetchall()
+        if not starts:
+            return None
+        kept, below = self.kept, self._fact("settled_below", 0)
+        next_index = self._fact("next_index", 0)
+        ended = {
+            index for (index,) in self._db.execute("SELECT idx FROM groups WHERE ended IS NOT NULL")
+        }
+        trained = self._db.execute(
+            f"SELECT idx, trained_at FROM groups WHERE {_TRAINED_SINCE} ORDER BY idx",
+            (min(kept),),
+        )
+        versions = self._db.execute("SELECT * FROM versions ORDER BY incarnation, step")
+        return Restored(
+            incarnation=starts[-1][0],
+            step=self._fact("step", 0),
+            starts=tuple(starts),
+            next_index=next_index,
+            open_indexes=tuple(i for i in range(below, next_index) if i not in ended),
+            trained=tuple((group_of(index), trained_at) for index, trained_at in trained),
+            kept=tuple(kept),
+            published=tuple((Version(i, step), digest) for i, step, digest in versions),
+            ends=dict(self._db.execute("SELECT ended, number FROM ends WHERE number > 0")),
+        )

@@ -1,0 +1,248 @@
+"""The ledger on the disk: ledger.sqlite and the payloads' segments, with group commit.
+
+    append(record) --> queue --> one thread: payloads written, fdatasync
+                                             facts applied, COMMIT
+                                 --> on_persisted(record_id), in the order of appending
+
+The thread takes all that has come while it was busy into one commit, so that a thousand groups
+a second cost a few dozen waits for the disk. Nothing is answered before it is on the disk; an
+error of the disk ends the coordinator with its cause, and what was answered before is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+
+from echo2 import wire
+from echo2.core.group import StoredResult
+from echo2.core.records import GroupStored, Record, StepRecorded
+from echo2.core.run_state import Restored, RestoredGroup
+from echo2.errors import ConfigError, Echo2Error
+from echo2.ledger.database import OBSERVED, Database
+from echo2.ledger.events_log import read_events
+from echo2.ledger.events_log import restore as restore_from_events
+from echo2.ledger.segments import SEGMENT_BYTES, Segments
+from echo2.messages import GroupResult, Lane, Role
+from echo2.types import LeaseId, PeerId, Task
+
+log = structlog.get_logger(__name__)
+
+FILE: Final = "ledger.sqlite"
+FOLDER: Final = "ledger"
+BATCH_MAX: Final = 1024
+"""Most records in one commit."""
+SETTLE_EACH: Final = 512
+"""Ends of groups after which what is settled is let go."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Observed:
+    event: str
+    fields: Mapping[str, Any]
+    position: int
+
+
+_Entry = tuple[int, Record] | _Observed | None
+"""None: the end."""
+
+
+class DurableLedger:
+    """Of the run in `run_dir`. `restored` first, then `start`."""
+
+    def __init__(self, run_dir: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self.num_commits = 0
+        self._run_dir = run_dir
+        self._segments = Segments(run_dir / FOLDER, segment_bytes=segment_bytes)
+        self._database: Database | None = None
+        self._queue: queue.SimpleQueue[_Entry] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._on_persisted: Callable[[int], None] = lambda _: None
+        self._num_ended = 0
+        self._failed: asyncio.Future[None] | None = None
+
+    def restored(self) -> Restored | None:
+        """Open the files, and give what an earlier coordinator of this run left in them. A run
+        of an earlier release, which has no ledger, is read from its events. ConfigError when
+        they cannot be used; nothing is changed then."""
+        database = self._open()
+        events = self._run_dir / "events.jsonl"
+        if database.restored() is None:
+            earlier = restore_from_events(events)
+            if earlier is not None:
+                database.take_over(earlier, events.stat().st_size)
+            return earlier
+        self._catch_up(database, events)
+        found = database.restored()
+        assert found is not None
+        return found.with_groups(self._read_group(*place) for place in database.open_places())
+
+    async def start(self, on_persisted: Callable[[int], None]) -> None:
+        self._open()
+        loop = asyncio.get_running_loop()
+        self._failed = loop.create_future()
+        self._on_persisted = on_persisted
+        self._thread = threading.Thread(
+            target=self._run, args=(loop, self._failed), name="ledger", daemon=True
+        )
+        self._thread.start()
+
+    async def wait(self) -> None:
+        """Until stopped; Echo2Error when the disk does not take a record."""
+        assert self._failed is not None, "start it first"
+        await asyncio.shield(self._failed)
+
+    async def stop(self) -> None:
+        """Everything that was appended is on the disk, or the disk did not take it."""
+        self._on_persisted = lambda _: None
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            await asyncio.to_thread(thread.join)
+        if self._failed is not None and not self._failed.done():
+            self._failed.set_result(None)
+        self.close()
+
+    def close(self) -> None:
+        """Of a ledger that was only read."""
+        if self._database is not None:
+            self._database.close()
+            self._database = None
+        self._segments.close()
+
+    def append(self, record_id: int, record: Record) -> None:
+        self._queue.put((record_id, record))
+
+    def observe(self, event: str, fields: Mapping[str, Any], position: int) -> None:
+        if event in OBSERVED:
+            self._queue.put(_Observed(event, fields, position))
+
+    # ------------------------------------------------------------------- the thread
+
+    def _run(self, loop: asyncio.AbstractEventLoop, failed: asyncio.Future[None]) -> None:
+        try:
+            while batch := self._next_batch():
+                self._commit(batch)
+                done = [entry[0] for entry in batch if isinstance(entry, tuple)]
+                if done:
+                    loop.call_soon_threadsafe(self._tell, done)
+        except Exception as error:
+            problem: Exception = error
+            if isinstance(error, OSError | sqlite3.Error):
+                cause = getattr(error, "strerror", None) or str(error)
+                problem = Echo2Error(
+                    f"the ledger in {self._run_dir} cannot be written ({cause}); free space there, "
+                    "then start the coordinator again: what was acknowledged is in it"
+                )
+                problem.__cause__ = error
+            loop.call_soon_threadsafe(_fail, failed, problem)
+
+    def _tell(self, record_ids: list[int]) -> None:
+        for record_id in record_ids:
+            self._on_persisted(record_id)
+
+    def _next_batch(self) -> list[tuple[int, Record] | _Observed]:
+        """All that waits, at least one; empty at the end."""
+        batch: list[tuple[int, Record] | _Observed] = []
+        while len(batch) < BATCH_MAX:
+            try:
+                entry = self._queue.get(block=not batch)
+            except queue.Empty:
+                break
+            if entry is None:
+                if batch:
+                    self._queue.put(None)  # the end comes after this batch
+                break
+            batch.append(entry)
+        return batch
+
+    def _commit(self, batch: list[tuple[int, Record] | _Observed]) -> None:
+        database = self._database
+        assert database is not None
+        places = {}
+        for entry in batch:
+            if isinstance(entry, tuple) and isinstance(entry[1], GroupStored):
+                places[entry[0]] = self._segments.append(_frames(entry[1]))
+        if places:
+            self._segments.sync()
+        settles = False
+        with database.transaction():
+            for entry in batch:
+                match entry:
+                    case _Observed(event, fields, position):
+                        database.observe(event, fields, position)
+                        self._num_ended += event == "group_ended"
+                    case (record_id, GroupStored(group, lease, worker)):
+                        database.store(group, lease, worker, places[record_id])
+                    case (_, record):
+                        database.apply(record)
+                        if isinstance(record, StepRecorded):
+                            self._num_ended += len(record.groups)
+            if self._num_ended >= SETTLE_EACH:
+                self._num_ended, settles = 0, True
+                database.settle()
+        self.num_commits += 1
+        if settles:
+            self._remove_unneeded(database)
+
+    def _remove_unneeded(self, database: Database) -> None:
+        for number in set(self._segments.numbers()) - database.segments():
+            self._segments.remove(number)
+
+    # -------------------------------------------------------------------- restoring
+
+    def _open(self) -> Database:
+        if self._database is None:
+            try:
+                self._segments.open()
+            except OSError as error:
+                raise ConfigError(
+                    f"{self._run_dir / FOLDER} cannot be used ({error.strerror}); free space, "
+                    "make it writable, or give another --run-dir"
+                ) from error
+            self._database = Database(self._run_dir / FILE)
+            # Of a commit that a crash cut off, or that was settled just before one.
+            self._remove_unneeded(self._database)
+        return self._database
+
+    def _catch_up(self, database: Database, events: Path) -> None:
+        """Take in the events that the last process wrote and had not committed here: what it
+        told of a group stays true. (After a power cut there may be fewer than were taken in.)
+        A torn last line was cut off before."""
+        position = database.events_position
+        end = events.stat().st_size if events.exists() else 0
+        if end <= position:
+            return
+        with database.transaction():
+            for line in read_events(events, start=position):
+                database.catch_up(line.get("event", ""), line, end)
+
+    def _read_group(self, group: Any, lease: str, worker: str, place: Any) -> RestoredGroup:
+        task, *frames = self._segments.read(place)
+        message = wire.decode(
+            frames, lane=Lane.ROLLOUTS, sender=Role.WORKER, receiver=Role.COORDINATOR
+        )
+        assert isinstance(message, GroupResult)
+        index, payload = wire.unpack(task, max_bytes=len(task))
+        result = StoredResult(LeaseId(lease), PeerId(worker), message.trajectories, message)
+        return RestoredGroup(group, Task(index, payload), result)
+
+
+def _frames(record: GroupStored) -> list[bytes]:
+    message = record.payload
+    assert isinstance(message, GroupResult)
+    task = record.task
+    return [wire.pack([task.index, task.payload]), *wire.encode(message)]
+
+
+def _fail(failed: asyncio.Future[None], problem: Exception) -> None:
+    if not failed.done():
+        failed.set_exception(problem)

@@ -1,0 +1,186 @@
+"""ledger.sqlite: what is applied, what is restored, and that it does not grow with the run."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from echo2.core.records import (
+    CheckpointRecorded,
+    LearnerRecorded,
+    StepRecorded,
+    VersionRecorded,
+)
+from echo2.core.run_state import Restored
+from echo2.core.task_queue import group_of
+from echo2.errors import ConfigError
+from echo2.ledger.database import SCHEMA, Database
+from echo2.ledger.segments import Place
+from echo2.types import Version
+
+
+def a_place(segment: int = 1) -> Place:
+    return Place(segment, 0, 10, b"d" * 32)
+
+
+def a_database(tmp_path: Path) -> Database:
+    database = Database(tmp_path / "ledger.sqlite")
+    with database.transaction():
+        database.learner(LearnerRecorded(1, 0))
+    return database
+
+
+def steps(database: Database, *groups: int, step: int) -> None:
+    with database.transaction():
+        database.step(StepRecorded(1, step, tuple(map(group_of, groups))))
+
+
+def store(database: Database, *indexes: int, segment: int = 1) -> None:
+    with database.transaction():
+        for index in indexes:
+            database.store(group_of(index), f"l{index}", "w-1", a_place(segment))
+
+
+def ends(database: Database, index: int, end: str, trained_at: int | None = None) -> None:
+    fields = {"group_id": f"g{index}", "end": end, "trained_at": trained_at}
+    with database.transaction():
+        database.observe("group_ended", fields, 0)
+
+
+def restored(database: Database) -> Restored:
+    found = database.restored()
+    assert found is not None
+    return found
+
+
+def test_a_new_ledger_has_nothing_to_restore(tmp_path: Path) -> None:
+    assert Database(tmp_path / "ledger.sqlite").restored() is None
+
+
+def test_what_was_recorded_is_restored(tmp_path: Path) -> None:
+    database = a_database(tmp_path)
+    store(database, 0, 1, 2, 5)
+    steps(database, 0, 2, step=0)
+    ends(database, 0, "trained", 0)
+    ends(database, 3, "expired")
+    with database.transaction():
+        database.observe("lease_failed", {"group_id": "g6"}, 0)
+        database.version(VersionRecorded(Version(1, 1), "f" * 64))
+        database.checkpoint(CheckpointRecorded(1, (0, 1)))
+    database.close()
+    found = restored(Database(tmp_path / "ledger.sqlite"))
+    assert found == Restored(
+        incarnation=1,
+        step=1,
+        starts=((1, 0),),
+        next_index=7,
+        open_indexes=(1, 4, 5, 6),
+        trained=((group_of(0), 0), (group_of(2), 0)),
+        kept=(0, 1),
+        published=((Version(1, 1), "f" * 64),),
+        ends={"trained": 2, "expired": 1},
+    )
+
+
+def test_groups_that_were_acknowledged_and_have_not_ended_are_named_with_their_places(
+    tmp_path: Path,
+) -> None:
+    database = a_database(tmp_path)
+    store(database, 4, 2, 3)
+    steps(database, 2, step=0)
+    assert database.open_places() == [
+        (group_of(3), "l3", "w-1", a_place()),
+        (group_of(4), "l4", "w-1", a_place()),
+    ]
+
+
+def test_applying_again_changes_nothing(tmp_path: Path) -> None:
+    database = a_database(tmp_path)
+    store(database, 0, 1)
+    for _ in range(2):
+        steps(database, 0, 1, step=0)
+        ends(database, 0, "trained", 0)
+    assert restored(database).ends == {"trained": 2}
+
+
+def test_a_group_that_a_rewind_returned_is_open_again_and_ends_once_more(tmp_path: Path) -> None:
+    database = a_database(tmp_path)
+    store(database, 0)
+    steps(database, 0, step=3)
+    with database.transaction():
+        database.observe("group_returned", {"group_id": "g0"}, 0)
+        database.learner(LearnerRecorded(2, 2))
+    assert restored(database).open_indexes == (0,)
+    assert restored(database).ends == {}
+    assert len(database.open_places()) == 1
+    ends(database, 0, "expired")
+    assert restored(database).ends == {"expired": 1}
+
+
+def test_what_no_checkpoint_can_bring_back_leaves_nothing_but_counts(tmp_path: Path) -> None:
+    database = a_database(tmp_path)
+    for index in range(100):
+        store(database, index, segment=index // 10)
+        if index != 50:
+            steps(database, index, step=index)
+    with database.transaction():
+        database.checkpoint(CheckpointRecorded(1, (30, 40)))
+        database.settle()
+    assert database.segments() == set(range(3, 10))
+    found = restored(database)
+    assert found.trained[0] == (group_of(30), 30)
+    assert found.open_indexes == (50,)
+    assert found.ends == {"trained": 99}
+    ends(database, 50, "expired")
+    with database.transaction():
+        database.checkpoint(CheckpointRecorded(1, (100,)))
+        database.settle()
+    assert database.segments() == set()
+    database.close()
+    rows = sqlite3.connect(tmp_path / "ledger.sqlite").execute("SELECT count(*) FROM groups")
+    assert rows.fetchone() == (0,)
+    again = Database(tmp_path / "ledger.sqlite")
+    found = restored(again)
+    assert (found.next_index, found.open_indexes, found.trained) == (100, (), ())
+    steps(again, 7, step=7)  # told again after a crash
+    assert restored(again).ends == {"trained": 99, "expired": 1}
+
+
+def test_the_records_of_an_earlier_release_are_taken_over(tmp_path: Path) -> None:
+    earlier = Restored(
+        incarnation=2,
+        step=5,
+        starts=((1, 0), (2, 4)),
+        next_index=9,
+        open_indexes=(3, 7),
+        trained=((group_of(2), 4), (group_of(8), 5)),
+        kept=(4,),
+        published=((Version(1, 1), "a" * 64),),
+        ends={"trained": 5, "expired": 2},
+    )
+    database = Database(tmp_path / "ledger.sqlite")
+    database.take_over(earlier, 123)
+    assert restored(database) == earlier
+    assert database.events_position == 123
+
+
+def test_a_file_that_is_no_ledger_is_one_clear_error_and_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    path.write_bytes(b"not a database, but someone's notes " * 100)
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=r"cannot be used as a ledger .*nothing in it was chang"):
+        Database(path)
+    assert path.read_bytes() == before
+
+
+def test_a_ledger_of_a_newer_release_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    db = sqlite3.connect(path)
+    db.execute(f"PRAGMA user_version = {SCHEMA + 1}")
+    db.close()
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match="written by a newer release"):
+        Database(path)
+    assert path.read_bytes() == before

@@ -1,0 +1,170 @@
+"""The ledger on the disk: nothing is answered before it is safe, and all of that survives."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ledger_builders import a_ledger, a_result, stored
+
+from echo2.core.records import CheckpointRecorded, LearnerRecorded, StepRecorded
+from echo2.core.run_state import Restored
+from echo2.core.task_queue import group_of
+from echo2.errors import Echo2Error
+from echo2.ledger import durable
+from echo2.ledger.durable import DurableLedger
+from echo2.ledger.segments import TornRecordError
+
+DEADLINE_S = 60.0
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    async def within_deadline() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await coroutine
+
+    asyncio.run(within_deadline())
+
+
+def reopened(run_dir: Path) -> Restored | None:
+    ledger = DurableLedger(run_dir)
+    try:
+        return ledger.restored()
+    finally:
+        ledger.close()
+
+
+def test_what_was_answered_is_there_with_its_payload(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with a_ledger(tmp_path) as running:
+            running.ledger.append(1, LearnerRecorded(1, 0))
+            for index in range(20):
+                running.ledger.append(2 + index, stored(index))
+            running.ledger.append(22, StepRecorded(1, 0, (group_of(0), group_of(7))))
+            await running.until(22)
+            assert running.durable == list(range(1, 23))
+        found = reopened(tmp_path)
+        assert found is not None
+        assert [group.id for group in found.groups] == [
+            group_of(i) for i in range(20) if i not in (0, 7)
+        ]
+        assert [group.result.payload for group in found.groups] == [
+            a_result(i) for i in range(20) if i not in (0, 7)
+        ]
+        assert found.groups[0].task.payload == '{"n": 1}'
+        assert found.open_indexes == ()
+        assert found.trained == ((group_of(0), 0), (group_of(7), 0))
+
+    run(scenario())
+
+
+def test_records_that_come_together_are_committed_together(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with a_ledger(tmp_path) as running:
+            for index in range(500):
+                running.ledger.append(index, stored(index))
+            await running.until(499)
+            assert running.ledger.num_commits < 100
+
+    run(scenario())
+
+
+def test_the_disk_holds_what_a_checkpoint_may_need_and_little_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable, "SETTLE_EACH", 16)
+
+    async def scenario() -> None:
+        async with a_ledger(tmp_path, segment_bytes=2048) as running:
+            running.ledger.append(0, LearnerRecorded(1, 0))
+            sizes = []
+            for step in range(200):
+                for index in range(8 * step, 8 * step + 8):
+                    running.ledger.append(1 + index, stored(index))
+                groups = tuple(group_of(i) for i in range(8 * step, 8 * step + 8))
+                running.ledger.append(10_000 + 2 * step, StepRecorded(1, step, groups))
+                kept = CheckpointRecorded(1, (max(0, step - 3),))
+                running.ledger.append(10_001 + 2 * step, kept)
+                await running.until(10_001 + 2 * step)
+                sizes.append(sum(f.stat().st_size for f in (tmp_path / "ledger").iterdir()))
+            assert max(sizes[100:]) < 2 * max(sizes[:100])
+            assert max(sizes) < sum(len(s.payload.token_ids) for s in map(stored, range(1600)))
+
+    run(scenario())
+
+
+def test_a_full_disk_is_one_clear_error_and_nothing_more_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with a_ledger(tmp_path) as running:
+            running.ledger.append(1, LearnerRecorded(1, 0))
+            running.ledger.append(2, stored(0))
+            await running.until(2)
+
+            def full(*_: Any) -> int:
+                raise OSError(28, "No space left on device")
+
+            monkeypatch.setattr(os, "pwrite", full)
+            running.ledger.append(3, stored(1))
+            with pytest.raises(Echo2Error, match=r"cannot be written .No space left on device"):
+                await running.ledger.wait()
+            monkeypatch.undo()
+            assert running.durable == [1, 2]
+        found = reopened(tmp_path)
+        assert found is not None
+        assert [group.id for group in found.groups] == [group_of(0)]
+
+    run(scenario())
+
+
+def test_a_power_cut_at_any_write_keeps_every_acknowledged_group(tmp_path: Path) -> None:
+    """Copies of the files as a cut would leave them: the log of commits ends anywhere."""
+    run_dir = tmp_path / "run"
+    safe: list[tuple[int, int]] = []  # (bytes of the log, groups that were answered by then)
+
+    async def scenario() -> None:
+        async with a_ledger(run_dir) as running:
+            wal = run_dir / "ledger.sqlite-wal"
+            running.ledger.append(0, LearnerRecorded(1, 0))
+            await running.until(0)
+            for index in range(12):
+                running.ledger.append(1 + index, stored(index))
+                await running.until(1 + index)
+                safe.append((wal.stat().st_size, index + 1))
+            shutil.copytree(run_dir, tmp_path / "copy")
+
+    run(scenario())
+    whole = (tmp_path / "copy" / "ledger.sqlite-wal").read_bytes()
+    first = safe[0][0]
+    for cut in (*range(first, len(whole), 997), len(whole)):
+        torn = tmp_path / f"cut-{cut}"
+        shutil.copytree(tmp_path / "copy", torn)
+        (torn / "ledger.sqlite-shm").unlink(missing_ok=True)
+        (torn / "ledger.sqlite-wal").write_bytes(whole[:cut])
+        found = reopened(torn)
+        assert found is not None
+        answered = max(number for size, number in safe if size <= cut)
+        assert [group.id for group in found.groups][:answered] == list(
+            map(group_of, range(answered))
+        )
+        shutil.rmtree(torn)
+
+
+def test_a_payload_that_is_gone_is_told_and_not_passed_over(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with a_ledger(tmp_path) as running:
+            running.ledger.append(0, LearnerRecorded(1, 0))
+            running.ledger.append(1, stored(0))
+            await running.until(1)
+        for path in (tmp_path / "ledger").iterdir():
+            path.unlink()
+        with pytest.raises(TornRecordError, match="does not hold what was written"):
+            reopened(tmp_path)
+
+    run(scenario())
