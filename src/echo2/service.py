@@ -42,7 +42,6 @@ from echo2.http_api import HttpApi
 from echo2.learner_client import Batch
 from echo2.ledger.durable import DurableLedger
 from echo2.ledger.events_log import EventsLog
-from echo2.ledger.memory import Ledger
 from echo2.messages import (
     BatchGroup,
     Goodbye,
@@ -118,9 +117,7 @@ class Coordinator:
     An earlier coordinator's records in it are taken up.
     """
 
-    def __init__(
-        self, config: Config, *, run_dir: Path | None = None, ledger: Ledger | None = None
-    ) -> None:
+    def __init__(self, config: Config, *, run_dir: Path | None = None) -> None:
         self.config = config
         self.run_dir = Path(run_dir) if run_dir is not None else _default_run_dir(config)
         self.control_endpoint = ""
@@ -129,7 +126,7 @@ class Coordinator:
         self.http_url = ""
         self.run_id = ""
         self.refused: Counter[str] = Counter()
-        self._ledger = ledger or DurableLedger(self.run_dir)
+        self._ledger = DurableLedger(self.run_dir)
         self._metrics = CoordinatorMetrics()
         self._lag = LoopLag()
         self._context = make_context()

@@ -93,8 +93,9 @@ class Database:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
+        except BaseException:  # also what is no error must not leave half of it
+            if self._db.in_transaction:  # on a full disk SQLite has rolled it back itself
+                self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
 

@@ -134,7 +134,7 @@ class DurableLedger:
                 done = [entry[0] for entry in batch if isinstance(entry, tuple)]
                 if done:
                     loop.call_soon_threadsafe(self._tell, done)
-        except Exception as error:
+        except Exception as error:  # whatever ends this thread must end the coordinator, loudly
             problem: Exception = error
             if isinstance(error, OSError | sqlite3.Error):
                 cause = getattr(error, "strerror", None) or str(error)
