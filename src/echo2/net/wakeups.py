@@ -39,9 +39,11 @@ class Signal:
             self._waiter.set_result(None)
 
     async def wait(self, timeout_s: float | None = None) -> None:
-        """Return when there may be news since the last return, or after `timeout_s`. For one
-        task only."""
-        if not self._is_set:
+        """Return when there may be news since the last return, or after `timeout_s`; other
+        tasks get a turn in any case. For one task only."""
+        if self._is_set:
+            await asyncio.sleep(0)
+        else:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
             timer = None if timeout_s is None else loop.call_later(timeout_s, self.set)

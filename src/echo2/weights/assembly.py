@@ -151,14 +151,21 @@ class Assembly:
         for index, payload in list(self._unwritten.items()):
             with disk_errors(f"storing chunk {index} of version {self._short}", self._folder):
                 _write_range(self._handle, payload, self.manifest.chunk_range(index)[0])
-                # It may claim a neighbour that is not written yet: whoever takes it up checks.
-                first = index - index % 8
-                _write_range(self._bitmap, _bits(self._have[first : first + 8]), index // 8)
+                _write_range(self._bitmap, self._written_bits(index), index // 8)
             if index == self._num_hashed:
                 self._whole.update(payload)
                 self._num_hashed += 1
             del self._unwritten[index]
             self._hash_ahead()
+
+    def _written_bits(self, index: int) -> bytes:
+        """The byte of the bitmap that tells of `index`, which has just been written."""
+        first = index - index % 8
+        have = self._have[first : first + 8]  # copied before `_unwritten` is read: see `accept`
+        for near in range(first, first + len(have)):
+            if near != index and near in self._unwritten:
+                have[near - first] = 0
+        return _bits(have)
 
     def _retract(self, indexes: list[int]) -> None:
         """Those that are not written are not here."""

@@ -434,6 +434,33 @@ def test_a_full_disk_at_a_chunk_keeps_the_others(
     assembly.finish().close()
 
 
+def test_the_bitmap_tells_only_of_what_is_written(
+    folder: Path,
+    published: Path,
+    write_small: WriteSmall,
+    chunks_of: Chunks,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manifest = write_small(published)
+    assembly = ChunkStore(folder, PLENTY).begin(manifest)
+    for index, chunk in enumerate(chunks_of(published, manifest)):
+        assembly.accept(index, chunk)
+    bitmap = folder / f"{manifest.manifest_digest}.have"
+    told = [bitmap.read_bytes()]
+    write = os.pwrite
+
+    def watched(handle: int, content: memoryview, start: int) -> int:
+        num_bytes = write(handle, content, start)
+        told.append(bitmap.read_bytes())
+        return num_bytes
+
+    monkeypatch.setattr(os, "pwrite", watched)
+    assembly.write()
+    # Each chunk, and then its bit.
+    assert told == [bytes([bits]) for bits in (0, 0, 1, 1, 3, 3, 7, 7, 15)]
+    assembly.finish().close()
+
+
 def test_leftovers_that_are_no_version_are_removed_at_the_start(
     folder: Path, published: Path, write_small: WriteSmall
 ) -> None:
