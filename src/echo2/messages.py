@@ -43,7 +43,7 @@ from echo2.types import (
     Version,
 )
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 HEADER_MAX_BYTES: Final = 4 << 20
 CHUNK_MAX_BYTES: Final = 256 << 10
 GROUP_FRAME_MAX_BYTES: Final = 256 << 20
@@ -529,10 +529,12 @@ class BatchGroup(Message):
 @message(_C, "learner", "coordinator")
 class StepCompleted(Message):
     """The batch of `step` was applied: v becomes step + 1. Idempotent. Sent until
-    acknowledged. `mismatch`: mean |logprob difference| per worker, where measured."""
+    acknowledged. `groups`: what was trained, which a coordinator that was started again knows
+    from its ledger. `mismatch`: mean |logprob difference| per worker, where measured."""
 
     incarnation: Count
     step: Count
+    groups: Annotated[tuple[GroupName, ...], Field(min_length=1, max_length=65536)]
     train_s: Seconds
     wait_s: Seconds
     mismatch: Annotated[dict[Name, Real], Field(max_length=65536)]

@@ -68,7 +68,9 @@ log = structlog.get_logger()
 TICK_S: Final = 0.1
 LEAVE_S: Final = 2.0
 """At the end workers may take so long to read that it is the end."""
-QUIET_EVENTS: Final = frozenset({"group_ended", "version_installed", "step_completed"})
+QUIET_EVENTS: Final = frozenset(
+    {"group_ended", "lease_granted", "version_installed", "step_completed"}
+)
 """Events too frequent for the log at level info."""
 LOCAL_LEARNER: Final = PeerId("learner:embedded")
 

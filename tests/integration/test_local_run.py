@@ -234,11 +234,34 @@ def test_a_coordinator_that_does_not_come_up_is_told_at_once(run: Run) -> None:
     assert "port taken" in outcome.summary
 
 
-def test_a_coordinator_that_dies_ends_the_run(run: Run) -> None:
+def test_a_coordinator_that_is_killed_is_started_again_and_the_run_goes_on(run: Run) -> None:
+    dies = "until('learner.up')\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    again = "serve()\nif life == 1:\n    " + dies.replace("\n", "\n    ")
+    again += "\n(folder / 'coordinator.second').touch()\n" + FAITHFUL["coordinator"]
+    waits = "(folder / 'learner.up').touch()\nuntil('coordinator.second')\n"
+    outcome = run({**FAITHFUL, "coordinator": again, "learner": waits + FAITHFUL["learner"]})
+    assert outcome.code == 0
+    assert outcome.lives == {"coordinator": 2, "origin": 1, "learner": 1, "w-1": 1, "w-2": 1}
+    assert "coordinator ended with signal SIGKILL; started from its ledger, 1 of 2" in outcome.said
+
+
+def test_a_coordinator_that_keeps_being_killed_ends_the_run(run: Run) -> None:
     dies = "serve()\nuntil('learner.up')\nos.kill(os.getpid(), signal.SIGKILL)\n"
     outcome = run({**PAUSING, "coordinator": dies})
     assert outcome.code == 1
-    assert "failed: the coordinator ended with signal SIGKILL" in outcome.summary
+    assert outcome.lives["coordinator"] == 3
+    assert "failed: coordinator ended with signal SIGKILL and was started again 2 times" in (
+        outcome.summary
+    )
+    assert outcome.alive == []
+
+
+def test_a_coordinator_that_fails_ends_the_run(run: Run) -> None:
+    fails = "serve()\nuntil('learner.up')\nsys.exit(1)\n"
+    outcome = run({**PAUSING, "coordinator": fails})
+    assert outcome.code == 1
+    assert outcome.lives["coordinator"] == 1
+    assert "failed: the coordinator ended with exit code 1" in outcome.summary
     assert outcome.alive == []
 
 

@@ -1,4 +1,4 @@
-"""Faults planted in the coordinator's core: each a small change of one line or a few.
+"""Faults planted in the coordinator's core and ledger: each a small change of one line or a few.
 
 The simulation must find every one of them, or its checks are weaker than they look.
 `old` must occur exactly once in `file`, so that a mutant cannot rot unnoticed.
@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutant:
-    """`file` is inside echo2/core; `scenario` the kind of run that shows it."""
+    """`file` is inside echo2/`package`; `scenario` the kind of run that shows it."""
 
     name: str
     file: str
     old: str
     new: str
     scenario: str = "faulty"
+    package: str = "core"
 
 
 MUTANTS = (
@@ -47,7 +48,7 @@ MUTANTS = (
     ),
     Mutant(
         "the hold is ignored",
-        "learner_desk.py",
+        "batch_desk.py",
         'if settings.late == "wait" and not hold_verdict(',
         'if settings.late == "never" and not hold_verdict(',
     ),
@@ -71,7 +72,7 @@ MUTANTS = (
     ),
     Mutant(
         "a batch is one group too small",
-        "learner_desk.py",
+        "batch_desk.py",
         "            if len(groups) == settings.groups_per_step:\n                break\n",
         "            if len(groups) == max(1, settings.groups_per_step - 1):\n                break\n",
     ),
@@ -186,14 +187,14 @@ MUTANTS = (
     ),
     Mutant(
         "a completed step is acknowledged only once",
-        "learner_desk.py",
+        "batch_desk.py",
         "        if message.step < state.step:\n            self._acknowledge_step(peer)\n",
         "        if message.step < state.step:\n",
         scenario="lossy",
     ),
     Mutant(
         "v moves before the step is durable",
-        "learner_desk.py",
+        "batch_desk.py",
         "        seat.completing = state.persist(StepRecorded("
         "message.incarnation, message.step, groups))\n",
         "        record = StepRecorded(message.incarnation, message.step, groups)\n"
@@ -267,5 +268,60 @@ MUTANTS = (
         "dispatch.py",
         "for _ in range(worker.slots - leases):",
         "for _ in range(worker.slots - leases + 1):",
+    ),
+    Mutant(
+        "a batch that an earlier coordinator granted is not believed",
+        "batch_desk.py",
+        "group_id in mine or group.state is GroupState.BUFFERED",
+        "group_id in mine",
+    ),
+    Mutant(
+        "the ledger forgets who has what in work",
+        "database.py",
+        "            leases=self._leases(),\n",
+        "",
+        package="ledger",
+    ),
+    Mutant(
+        "the ledger forgets that a group has ended",
+        "database.py",
+        '"ON CONFLICT (idx) DO UPDATE SET ended = excluded.ended, "',
+        '"ON CONFLICT (idx) DO UPDATE SET "',
+        package="ledger",
+    ),
+    Mutant(
+        "the ledger does not open again what a rewind returned",
+        "database.py",
+        '"UPDATE groups SET ended = NULL, trained_at = NULL, told = 1 WHERE',
+        '"UPDATE groups SET trained_at = NULL, told = 1 WHERE',
+        package="ledger",
+    ),
+    Mutant(
+        "the ledger lets go of a payload that may still be trained",
+        "database.py",
+        "unneeded = \"ended IS NOT NULL AND (ended != 'trained' OR trained_at < ?)\"",
+        "unneeded = \"(ended IS NULL OR ended != 'trained' OR trained_at < ?)\"",
+        package="ledger",
+    ),
+    Mutant(
+        "the ledger keeps v when a learner goes on from an earlier step",
+        "database.py",
+        '        self._set("step", record.resume_step)\n',
+        "",
+        package="ledger",
+    ),
+    Mutant(
+        "a step that was recorded before a kill is never told",
+        "run_state.py",
+        "            self.tell_step(self.told_step)\n",
+        "            pass\n",
+        scenario="storm",
+    ),
+    Mutant(
+        "groups that were trained before a kill are never told",
+        "run_state.py",
+        '            self._tell_end(group, "trained", "", self.told_step)\n',
+        "            pass\n",
+        scenario="storm",
     ),
 )

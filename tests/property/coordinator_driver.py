@@ -18,6 +18,7 @@ from echo2.core.group import GroupState
 from echo2.core.settings import CoordinatorSettings
 from echo2.errors import RemoteProtocolError
 from echo2.messages import (
+    PROTOCOL,
     BatchGranted,
     BatchRequest,
     CheckpointSaved,
@@ -36,7 +37,7 @@ from echo2.messages import (
 )
 from echo2.sim.invariants import Invariants
 from echo2.sim.learner import digest_of
-from echo2.types import LeaseId, PeerId, Span, Task, TrajectoryHeader, Version
+from echo2.types import GroupId, LeaseId, PeerId, Span, Task, TrajectoryHeader, Version
 
 WORKERS = [PeerId("w0"), PeerId("w1"), PeerId("w2")]
 LEARNERS = [PeerId("learner"), PeerId("learner-2")]
@@ -233,7 +234,7 @@ class Driver(RuleBasedStateMachine):
         self.receive(
             peer,
             WorkerHello(
-                protocol=1,
+                protocol=PROTOCOL,
                 echo2_version="0",
                 name=peer,
                 engine="null",
@@ -274,7 +275,7 @@ class Driver(RuleBasedStateMachine):
         self.num_hellos += 1
         self.learner, self.batch, self.welcome = peer, None, None
         hello = LearnerHello(
-            protocol=1,
+            protocol=PROTOCOL,
             echo2_version="0",
             name="learner",
             resume_step=resume_step,
@@ -293,6 +294,7 @@ class Driver(RuleBasedStateMachine):
             StepCompleted(
                 incarnation=incarnation,
                 step=step,
+                groups=(self.batch and self.batch.groups) or (GroupId("g0"),),
                 train_s=1.0,
                 wait_s=0.0,
                 mismatch={"w0": 0.1},

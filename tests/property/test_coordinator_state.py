@@ -19,6 +19,7 @@ from echo2.core.events import Persisted, Tick
 from echo2.core.settings import CoordinatorSettings
 from echo2.core.status import status
 from echo2.messages import (
+    PROTOCOL,
     BatchRequest,
     Draining,
     EvalRequest,
@@ -229,7 +230,7 @@ class Coordinator(Driver):
         self.receive(
             peer,
             LearnerHello(
-                protocol=1,
+                protocol=PROTOCOL,
                 echo2_version="0",
                 name="learner",
                 incarnation=named,

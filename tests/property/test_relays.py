@@ -71,7 +71,9 @@ class Play:
         self.told: dict[PeerId, list[VersionAnnounced]] = {}
         self.step = -1
         self.feed(
-            Received(LEARNER, LearnerHello(protocol=1, echo2_version="0", name="l", resume_step=0))
+            Received(
+                LEARNER, LearnerHello(protocol=PROTOCOL, echo2_version="0", name="l", resume_step=0)
+            )
         )
 
     def feed(self, event: Event) -> None:

@@ -200,7 +200,7 @@ def test_the_command_plays_seeds(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_broken_promise_prints_the_command_that_plays_it_again(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("echo2.core.learner_desk.hold_verdict", lambda *_, **__: True)
+    monkeypatch.setattr("echo2.core.batch_desk.hold_verdict", lambda *_, **__: True)
     assert main(["silent", "--seed", "0", "--count", "20"]) == 1
     shown = capsys.readouterr().out
     assert "Violation: the batch of" in shown

@@ -14,7 +14,8 @@ from echo2.commands.supervision import Action, Part, verdict_on_end
     [
         (Part.COORDINATOR, 0, 0, Action.FINISH, "the coordinator ended the run"),
         (Part.COORDINATOR, 1, 0, Action.FAIL, "the coordinator ended with exit code 1"),
-        (Part.COORDINATOR, -9, 0, Action.FAIL, "the coordinator ended with signal SIGKILL"),
+        (Part.COORDINATOR, -9, 0, Action.RESTART, "x ended with signal SIGKILL; started from its"),
+        (Part.COORDINATOR, -9, 2, Action.FAIL, "started again 2 times already (run.restarts_max)"),
         (Part.LEARNER, 0, 3, Action.FINISH, "the learner is done"),
         (Part.LEARNER, -9, 0, Action.RESTART, "started from its newest checkpoint, 1 of 2"),
         (Part.LEARNER, 1, 1, Action.RESTART, "ended with exit code 1; started"),

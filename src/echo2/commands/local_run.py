@@ -33,7 +33,7 @@ from echo2.commands.run_records import (
     surviving_lines,
 )
 from echo2.commands.run_view import RunView, fetch_status, number, told_ends
-from echo2.commands.supervision import Action, Part, verdict_on_end
+from echo2.commands.supervision import Action, Part, verdict_on_end, was_killed
 from echo2.config import Config
 from echo2.errors import Echo2Error
 
@@ -214,7 +214,8 @@ class LocalRun:
     async def _on_end(self, process: LocalProcess) -> Action:
         if process.code and await self._coordinator.ended_within(COORDINATOR_FIRST_S):
             # without it the others fail too: if it failed, it is the cause
-            process = self._coordinator if self._coordinator.code else process
+            cause = self._coordinator.code or 0
+            process = self._coordinator if cause and not was_killed(cause) else process
         code = process.code
         assert code is not None
         verdict = verdict_on_end(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Final
 
 from echo2.cli import EXIT_CONFIG, EXIT_FENCED
 from echo2.commands.processes import ended_how
@@ -30,6 +31,12 @@ class Action(enum.StrEnum):
     FAIL = "fail"
 
 
+_FROM: Final = {
+    Part.COORDINATOR: "from its ledger",
+    Part.LEARNER: "from its newest checkpoint",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     action: Action
@@ -41,9 +48,9 @@ def verdict_on_end(
 ) -> Verdict:
     """`code` as `LocalProcess.code`; `restarts` so far."""
     how = ended_how(code)
-    if part is Part.COORDINATOR:
-        if code == 0:
-            return Verdict(Action.FINISH, "the coordinator ended the run")
+    if part is Part.COORDINATOR and code == 0:
+        return Verdict(Action.FINISH, "the coordinator ended the run")
+    if part is Part.COORDINATOR and not was_killed(code):
         return Verdict(Action.FAIL, f"the coordinator ended with {how}")
     if code == 0 and part is Part.LEARNER:
         return Verdict(Action.FINISH, "the learner is done")
@@ -62,8 +69,13 @@ def verdict_on_end(
             f"{name} ended with {how} and was started again {restarts} times already "
             "(run.restarts_max); it stays away",
         )
-    again = "from its newest checkpoint" if part is Part.LEARNER else "anew"
     return Verdict(
         Action.RESTART,
-        f"{name} ended with {how}; started {again}, {restarts + 1} of {restarts_max}",
+        f"{name} ended with {how}; started {_FROM.get(part, 'anew')}, {restarts + 1} of "
+        f"{restarts_max}",
     )
+
+
+def was_killed(code: int) -> bool:
+    """Whether a signal ended it, and no decision of its own."""
+    return code < 0

@@ -79,9 +79,10 @@ class GroupBook:
         self.queue_bytes += len(task.payload)
         return made
 
-    def restore(self, group: GroupId, task: Task, result: StoredResult) -> None:
+    def restore(self, group: GroupId, task: Task, result: StoredResult, *, attempts: int) -> None:
         """One that an earlier coordinator had acknowledged: it waits to be trained."""
         made = Group(id=group, task=task, state=GroupState.BUFFERED, result=result, begun=True)
+        made.attempts = attempts
         # Its worker sends it again if the acknowledgement was lost.
         made.known_leases[result.lease] = Lease(
             id=result.lease,
@@ -95,15 +96,21 @@ class GroupBook:
         self.groups[group] = made
         self._enter(made)
 
+    def resume(self, group: GroupId, task: Task, lease: Lease, *, attempts: int) -> None:
+        """One that an earlier coordinator had leased. The payload of its task is not here."""
+        made = Group(id=group, task=task, state=GroupState.LEASED, lease=lease, begun=True)
+        made.attempts, made.awaits_task = attempts, True
+        made.known_leases[lease.id] = lease
+        self.groups[group] = made
+        self._enter_lease(made, lease)
+
     def lease(self, group: Group, lease: Lease) -> None:
         self._leave(group)
         group.move(GroupState.LEASED)
         group.lease = lease
         group.known_leases[lease.id] = lease
         group.begun = True
-        self.leases[lease.id] = lease
-        self.leases_by_worker.setdefault(lease.worker, set()).add(lease.id)
-        self._enter(group)
+        self._enter_lease(group, lease)
 
     def store(self, group: Group, result: StoredResult, record_id: int) -> Lease | None:
         """A result is being made durable. Returns the live lease that it ended, if any."""
@@ -127,14 +134,18 @@ class GroupBook:
         group.move(GroupState.TRAINING)
 
     def requeue(self, group: Group, reason: str) -> Lease | None:
-        """Back to the front of the queue, its result forgotten. Returns the lease ended."""
+        """Back to the front of the queue, its result forgotten. Returns the lease ended. One
+        that awaits its task leaves the book: it is added when the task comes."""
         self._leave(group)
         group.move(GroupState.QUEUED)
         lease = self._end_lease(group)
         group.result = None
         group.record_id = None
         group.last_reason = reason
-        self._queue_first(group)
+        if group.awaits_task:
+            del self.groups[group.id]
+        else:
+            self._queue_first(group)
         return lease
 
     def end(self, group: Group) -> Lease | None:
@@ -165,6 +176,11 @@ class GroupBook:
     def _queue_first(self, group: Group) -> None:
         self.queue.appendleft(group.id)
         self.queue_bytes += len(group.task.payload)
+
+    def _enter_lease(self, group: Group, lease: Lease) -> None:
+        self.leases[lease.id] = lease
+        self.leases_by_worker.setdefault(lease.worker, set()).add(lease.id)
+        self._enter(group)
 
     def _end_lease(self, group: Group) -> Lease | None:
         lease, group.lease = group.lease, None

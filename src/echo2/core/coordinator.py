@@ -21,7 +21,8 @@ from echo2.core.records import (
     StepRecorded,
     VersionRecorded,
 )
-from echo2.core.run_state import Restored, RunState
+from echo2.core.restored import Restored
+from echo2.core.run_state import RunState
 from echo2.core.settings import CoordinatorSettings
 from echo2.core.waits import waiting_text
 from echo2.core.worker_desk import WorkerDesk
@@ -75,9 +76,9 @@ class CoordinatorState:
             Goodbye: self._goodbye,
             LearnerHello: self.learner.hello,
             LearnerHeartbeat: self.learner.heartbeat,
-            TasksSubmitted: self.learner.tasks,
-            BatchRequest: self.learner.batch_request,
-            StepCompleted: self.learner.step_completed,
+            TasksSubmitted: self.learner.batches.tasks,
+            BatchRequest: self.learner.batches.batch_request,
+            StepCompleted: self.learner.batches.step_completed,
             VersionPublished: self.learner.published,
             BroadcastRequest: self.learner.broadcast,
             CheckpointSaved: self.learner.checkpoint,
@@ -125,7 +126,9 @@ class CoordinatorState:
             late=settings.late,
             period=settings.period,
         )
+        state.begin()
         self.workers.judge_restored()
+        state.expire_late()
 
     def _received(self, peer: PeerId, message: Message) -> None:
         handler = self._handlers.get(type(message))
@@ -156,7 +159,7 @@ class CoordinatorState:
                 self.workers.stored(record_id, record, context)
                 self._only_buffered = context.state is GroupState.BUFFERED
             case StepRecorded():
-                self.learner.step_durable(record_id, record)
+                self.learner.batches.step_durable(record_id)
             case LearnerRecorded():
                 self.learner.seated(record, context)
             case VersionRecorded():
@@ -172,10 +175,10 @@ class CoordinatorState:
             return
         step, only_buffered = self.state.next_step, self._only_buffered
         self._only_buffered = False
-        self.learner.try_batch()
+        self.learner.batches.try_batch()
         if only_buffered and self.state.next_step == step:
             return
-        if not self.learner.is_over_budget:
+        if not self.learner.batches.is_over_budget:
             self.dispatcher.request_tasks()
             self.dispatcher.dispatch()
         for found in self.state.evals.done():
@@ -231,8 +234,12 @@ class CoordinatorState:
     def _look_at_leases(self) -> None:
         state, settings = self.state, self.state.settings
         for lease in list(state.book.leases.values()):
+            if state.book.groups[lease.group].early is not None:
+                continue  # it is done, and only its task is not here again
             age_s, idle_s = state.now - lease.granted_at, state.now - lease.progressed_at
-            if age_s > lease.revoke_after_s:
+            if lease.worker not in state.members.workers and age_s > settings.gone_s:
+                reason = f"{lease.worker} did not come back within {settings.gone_s:g} s"
+            elif age_s > lease.revoke_after_s:
                 reason = f"not done after {age_s:.1f} s, its cap is {lease.revoke_after_s:.1f} s"
             elif idle_s > settings.stall_s:
                 reason = f"no new token for {idle_s:.1f} s, dispatch.stall_s is {settings.stall_s}"
@@ -244,7 +251,7 @@ class CoordinatorState:
         state, settings = self.state, self.state.settings
         newest = state.lineage.newest
         for eval_id, found in list(state.evals.evals.items()):
-            if self.learner.is_over_budget:
+            if self.learner.batches.is_over_budget:
                 state.cancel_eval(eval_id, "the budget is spent")
                 continue
             for lease in list(found.leases.values()):

@@ -284,6 +284,16 @@ class Dispatcher:
         )
         state.book.lease(group, lease)
         worker.leased_at = state.now
+        state.emit(
+            "lease_granted",
+            group_id=group.id,
+            lease=lease.id,
+            worker=worker.peer,
+            incarnation=lease.version.incarnation,
+            step=lease.version.step,
+            attempt=group.attempts,
+            revoke_after_s=lease.revoke_after_s,
+        )
         state.send(
             worker.peer,
             LeaseGranted(

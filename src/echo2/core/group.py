@@ -15,6 +15,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Literal
 
+from echo2.messages import GroupResult
 from echo2.types import GroupId, LeaseId, PeerId, Task, TrajectoryHeader, Version
 
 End = Literal["trained", "expired", "failed", "filtered", "cancelled"]
@@ -51,7 +52,8 @@ def transition_table() -> str:
 
 @dataclass(slots=True)
 class Lease:
-    """A group given to a worker. `version` is what the worker served when it was granted."""
+    """A group given to a worker. `version` is what the worker served when it was granted.
+    `resumed`: granted by an earlier coordinator; `granted_at` is when this one began."""
 
     id: LeaseId
     group: GroupId
@@ -61,6 +63,7 @@ class Lease:
     progressed_at: float
     revoke_after_s: float
     tokens: int = 0
+    resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,8 @@ class StoredResult:
 class Group:
     """`known_leases`: every lease granted so far, the revoked ones too, since a late result
     of one may still come first. `avoid`: the worker that lost it last. `begun`: something is
-    recorded of it, so it must end before the run does."""
+    recorded of it, so it must end before the run does. `awaits_task`: it is leased from before
+    a restart, and its task is not here again yet; `early`: its result, if that came first."""
 
     id: GroupId
     task: Task
@@ -120,6 +124,8 @@ class Group:
     avoid: PeerId | None = None
     last_reason: str = ""
     begun: bool = False
+    awaits_task: bool = False
+    early: tuple[PeerId, GroupResult] | None = None
 
     def move(self, state: GroupState) -> None:
         if state not in TRANSITIONS[self.state]:

@@ -166,6 +166,8 @@ class LearnerClientState:
     granted: BatchGranted | None = None
     granted_at: float = 0.0
     groups: dict[GroupId, BatchGroup] = field(default_factory=dict)
+    trained: tuple[GroupId, ...] = ()
+    """Groups of the newest batch that came whole."""
     completing: StepCompleted | None = None
     publishing: dict[Version, VersionPublished] = field(default_factory=dict)
     newest_published: VersionPublished | None = None
@@ -192,9 +194,12 @@ class LearnerClientState:
         self, step: int, *, train_s: float, wait_s: float, mismatch: dict[str, float]
     ) -> list[Outcome]:
         self._must_be_free(self.completing, "a step is being completed")
+        if not self.trained:
+            raise LocalProtocolError("no batch was delivered that this step could have trained")
         self.completing = StepCompleted(
             incarnation=self.incarnation,
             step=step,
+            groups=self.trained,
             train_s=train_s,
             wait_s=wait_s,
             mismatch=mismatch,
@@ -396,6 +401,7 @@ class LearnerClientState:
         if granted is None or any(group not in self.groups for group in granted.groups):
             return []
         groups = tuple(self.groups[group] for group in granted.groups)
+        self.trained = granted.groups
         self.batch_request, self.granted, self.groups = None, None, {}
         return [BatchReady(granted, groups)]
 

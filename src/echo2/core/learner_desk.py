@@ -1,4 +1,4 @@
-"""What the learner tells the coordinator: hello, batches, completed steps, versions, evals.
+"""What the learner tells the coordinator: hello, versions, checkpoints, evals, goodbye.
 
 One learner sits in the seat; each hello without an incarnation opens a higher one and
 fences the one before. Whatever the fenced learner still sends is answered with `Fenced` and
@@ -9,23 +9,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from echo2.core.effects import DeliverGroup
+from echo2.core.batch_desk import BatchDesk
 from echo2.core.evals import EVALS_MAX
 from echo2.core.group import Group, GroupState
 from echo2.core.records import (
     CheckpointRecorded,
     LearnerRecorded,
-    StepRecorded,
     VersionRecorded,
 )
 from echo2.core.run_state import Batch, RunState, Seat
-from echo2.core.staleness import hold_verdict, pacing_verdict, publish_verdict
-from echo2.core.task_queue import group_of, index_of
+from echo2.core.staleness import pacing_verdict, publish_verdict
+from echo2.core.task_queue import index_of
+from echo2.core.worker_desk import WorkerDesk
 from echo2.errors import RemoteProtocolError
 from echo2.messages import (
     PROTOCOL,
-    BatchGranted,
-    BatchRequest,
     BroadcastRequest,
     BroadcastStatus,
     CheckpointSaved,
@@ -37,9 +35,6 @@ from echo2.messages import (
     LearnerHello,
     LearnerWelcome,
     PublishAcknowledged,
-    StepAcknowledged,
-    StepCompleted,
-    TasksSubmitted,
     VersionPublished,
 )
 from echo2.types import PeerId
@@ -48,6 +43,7 @@ from echo2.types import PeerId
 class LearnerDesk:
     def __init__(self, state: RunState) -> None:
         self.state = state
+        self.batches = BatchDesk(state, self.is_current)
 
     # --------------------------------------------------------------- coming, going
 
@@ -238,8 +234,6 @@ class LearnerDesk:
         )
 
     def _set_environment_version(self, version: str) -> None:
-        from echo2.core.worker_desk import WorkerDesk
-
         state = self.state
         state.environment_version = version
         desk = WorkerDesk(state)
@@ -271,7 +265,7 @@ class LearnerDesk:
         )
 
     def heartbeat(self, peer: PeerId, message: LearnerHeartbeat) -> None:
-        if not self._is_current(peer, message.incarnation):
+        if not self.is_current(peer, message.incarnation):
             return
         self.state.seat.text = message.state
         self.state.send(peer, HeartbeatEcho(sequence=message.sequence))
@@ -288,196 +282,16 @@ class LearnerDesk:
         state.seat.peer, state.seat.wanted_step = None, None
         state.seat.vacant_since = state.now
 
-    # ----------------------------------------------------------------------- tasks
-
-    def tasks(self, peer: PeerId, message: TasksSubmitted) -> None:
-        if not self._is_current(peer, message.incarnation):
-            return
-        state = self.state
-        try:
-            tasks = state.stream.accept(message.start, message.tasks, exhausted=message.exhausted)
-        except ValueError as error:
-            raise RemoteProtocolError(str(error), reason="wrong_tasks") from error
-        for task in tasks:
-            group = group_of(task.index)
-            if group not in state.book.groups:
-                state.book.add(group, task)
-
-    # --------------------------------------------------------------------- batches
-
-    def batch_request(self, peer: PeerId, message: BatchRequest) -> None:
-        if not self._is_current(peer, message.incarnation):
-            return
-        state, seat = self.state, self.state.seat
-        if message.step != state.step:
-            raise RemoteProtocolError(
-                f"a batch was asked for version {message.step}, v is {state.step}",
-                reason="wrong_step",
-            )
-        if seat.completing is not None:
-            raise RemoteProtocolError(
-                f"the step at version {state.step} is being completed", reason="wrong_order"
-            )
-        if seat.batch is not None:
-            self._deliver(seat.batch)
-            return
-        seat.wanted_step = message.step
-        seat.told_text = ""
-
-    def try_batch(self) -> None:
-        """Grant the batch that the learner waits for, if it can be formed now."""
-        state, seat = self.state, self.state.seat
-        if seat.wanted_step is None or not seat.welcomed or seat.batch is not None:
-            return
-        groups, last = self._form()
-        if groups is None:
-            return
-        seat.batch = Batch(state.step, groups, last)
-        state.granted_at = state.now
-        seat.wanted_step = None
-        for group in groups:
-            state.book.train(group)
-        self._deliver(seat.batch)
-        state.expire_late()
-
-    def _form(self) -> tuple[list[Group] | None, bool]:
-        """The groups of the next batch, or None while it must wait; and whether it is last."""
-        state, settings = self.state, self.state.settings
-        if self.is_over_budget:
-            return [], True
-        if settings.late == "wait" and not hold_verdict(
-            state.book.leased_by_expiry,
-            train_step=state.step,
-            groups_per_step=settings.groups_per_step,
-        ):
-            return None, False
-        out = bool(state.book.queue or state.book.leased_by_expiry)
-        no_more = state.stream.exhausted and not out
-        if state.book.num_buffered < settings.groups_per_step and not no_more:
-            return None, False
-        groups: list[Group] = []
-        for group in state.book.earliest_first():
-            if len(groups) == settings.groups_per_step:
-                break
-            if state.is_admissible(group, state.step):
-                groups.append(group)
-        if len(groups) == settings.groups_per_step:
-            return groups, no_more and state.book.num_buffered == len(groups)
-        if not no_more:
-            return None, False
-        if settings.partial_batch == "drop":
-            for group in groups:
-                state.end_group(group, "cancelled", "the last, partial batch is dropped")
-            return [], True
-        return groups, True
-
-    @property
-    def is_over_budget(self) -> bool:
-        budget = self.state.settings.budget_usd
-        return budget > 0 and self.state.cost_usd >= budget
-
-    def _deliver(self, batch: Batch) -> None:
-        state, seat = self.state, self.state.seat
-        if seat.peer is None:
-            return
-        ready = state.members.ready()
-        state.send(
-            seat.peer,
-            BatchGranted(
-                incarnation=state.lineage.incarnation,
-                step=batch.step,
-                loss_from_step=max(0, batch.step - state.settings.staleness_max),
-                groups=tuple(group.id for group in batch.groups),
-                last=batch.last,
-                workers_ready=len(ready),
-                groups_leased=len(state.book.leases),
-                groups_buffered=state.book.num_buffered,
-                groups_expired=state.ends["expired"],
-                groups_failed=state.ends["failed"],
-                groups_filtered=state.ends["filtered"],
-                tokens_per_s=sum(worker.tokens_per_s for worker in ready),
-                cost_usd=state.cost_usd,
-                t_bcast_s=state.broadcasts.t_bcast_s(),
-                install_pause_s=state.pause_s.mean if state.pause_s.known else None,
-            ),
-        )
-        for group in batch.groups:
-            assert group.result is not None
-            state.effects.append(
-                DeliverGroup(
-                    seat.peer,
-                    state.lineage.incarnation,
-                    batch.step,
-                    group.id,
-                    group.task,
-                    group.result,
-                )
-            )
-
-    def step_completed(self, peer: PeerId, message: StepCompleted) -> None:
-        if not self._is_current(peer, message.incarnation):
-            return
-        state, seat = self.state, self.state.seat
-        if message.step < state.step:
-            self._acknowledge_step(peer)
-            return
-        if seat.batch is None and message.step == state.step:
-            state.refuse(
-                peer,
-                "batch_lost",
-                f"the coordinator was started again and does not know the batch of {message.step} "
-                "any more; start the learner again with --resume",
-            )
-            return
-        if seat.batch is None or seat.batch.step != message.step or not seat.batch.groups:
-            raise RemoteProtocolError(
-                f"step {message.step} was completed without its batch, v is {state.step}",
-                reason="wrong_order",
-            )
-        if seat.completing is not None:
-            return
-        for worker, diff in message.mismatch.items():
-            known = state.members.get(PeerId(worker))
-            if known is not None:
-                known.mismatch = diff
-        groups = tuple(group.id for group in seat.batch.groups)
-        seat.completing = state.persist(StepRecorded(message.incarnation, message.step, groups))
-
-    def step_durable(self, record_id: int, record: StepRecorded) -> None:
-        """v advances."""
-        state, seat = self.state, self.state.seat
-        if seat.completing != record_id or seat.batch is None:
-            return  # a new learner took over meanwhile and began before this step
-        batch, seat.batch, seat.completing = seat.batch, None, None
-        for group in batch.groups:
-            state.end_group(group, "trained", "", trained_at=batch.step)
-        state.history.add(batch.step, batch.groups)
-        state.step = batch.step + 1
-        state.emit(
-            "step_completed",
-            incarnation=record.incarnation,
-            step=batch.step,
-            num_groups=len(batch.groups),
-        )
-        if state.granted_at is not None:
-            state.busy_s.add(state.now - state.granted_at)
-        state.expire_late()
-        state.forget_versions()
-        if seat.peer is not None:
-            self._acknowledge_step(seat.peer)
-
-    def _acknowledge_step(self, peer: PeerId) -> None:
-        state = self.state
-        state.send(peer, StepAcknowledged(incarnation=state.lineage.incarnation, step=state.step))
-
     # ------------------------------------------------- versions, checkpoints, evals
 
     def published(self, peer: PeerId, message: VersionPublished) -> None:
-        if not self._is_current(peer, message.version.incarnation):
+        if not self.is_current(peer, message.version.incarnation):
             return
         state = self.state
         known = state.lineage.published.get(message.version)
         if known is not None and known == message.manifest_digest:
+            if message.version in state.untold_versions:
+                self._tell_published(message)
             state.announcements[message.version] = message  # the origin may have moved
             state.deltas.add(message)
             self._announce(message)
@@ -521,15 +335,19 @@ class LearnerDesk:
         state.announcements[version] = message
         state.deltas.add(message)
         state.published_at[version] = state.now
-        state.emit(
+        self._tell_published(message)
+        state.forget_versions()
+        self._announce(message)
+
+    def _tell_published(self, message: VersionPublished) -> None:
+        self.state.untold_versions.discard(message.version)
+        self.state.emit(
             "version_published",
-            incarnation=version.incarnation,
-            step=version.step,
+            incarnation=message.version.incarnation,
+            step=message.version.step,
             manifest_digest=message.manifest_digest,
             num_bytes=message.num_bytes,
         )
-        state.forget_versions()
-        self._announce(message)
 
     def _announce(self, message: VersionPublished) -> None:
         state = self.state
@@ -544,7 +362,7 @@ class LearnerDesk:
             )
 
     def broadcast(self, peer: PeerId, message: BroadcastRequest) -> None:
-        if not self._is_current(peer, message.incarnation):
+        if not self.is_current(peer, message.incarnation):
             return
         state, newest = self.state, self.state.lineage.newest
         state.send(
@@ -558,7 +376,7 @@ class LearnerDesk:
         )
 
     def checkpoint(self, peer: PeerId, message: CheckpointSaved) -> None:
-        if not self._is_current(peer, message.incarnation):
+        if not self.is_current(peer, message.incarnation):
             return
         state = self.state
         if message.step < max(state.history.kept):
@@ -582,7 +400,7 @@ class LearnerDesk:
         state.forget_versions()
 
     def eval_request(self, peer: PeerId, message: EvalRequest) -> None:
-        if not self._is_current(peer, message.incarnation):
+        if not self.is_current(peer, message.incarnation):
             return
         state = self.state
         if message.eval_id in state.evals.evals:
@@ -604,7 +422,7 @@ class LearnerDesk:
 
     # --------------------------------------------------------------------- helpers
 
-    def _is_current(self, peer: PeerId, incarnation: int) -> bool:
+    def is_current(self, peer: PeerId, incarnation: int) -> bool:
         """Does the message come from the learner in the seat? A fenced one is told so."""
         state, seat = self.state, self.state.seat
         current = state.lineage.incarnation

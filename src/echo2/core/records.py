@@ -24,11 +24,13 @@ class GroupStored:
 
 @dataclass(frozen=True, slots=True)
 class StepRecorded:
-    """The batch trained at version `step` was applied; its groups end as trained."""
+    """The batch trained at version `step` was applied; its groups end as trained. `cost_usd`: of
+    the run until then."""
 
     incarnation: int
     step: int
     groups: tuple[GroupId, ...]
+    cost_usd: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

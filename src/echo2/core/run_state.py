@@ -7,8 +7,8 @@ collects the effects of the event under way.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from echo2.core.broadcast import Broadcasts
@@ -17,13 +17,14 @@ from echo2.core.delta_choice import DeltaOffers, Way, main_group
 from echo2.core.effects import Effect, Emit, Finish, Persist, Send
 from echo2.core.estimates import Estimate
 from echo2.core.evals import Eval, EvalLease, Evals
-from echo2.core.group import End, Group, GroupState, Lease, StoredResult
+from echo2.core.group import End, Group, GroupState, Lease
 from echo2.core.history import TrainedHistory
 from echo2.core.lineage import Lineage
 from echo2.core.membership import Members
 from echo2.core.records import Record
 from echo2.core.relay_parts import announcement, planned_fields
 from echo2.core.relays import Relays
+from echo2.core.restored import Restored, RestoredGroup, RestoredLease
 from echo2.core.settings import CoordinatorSettings
 from echo2.core.task_queue import TaskStream, group_of, index_of
 from echo2.messages import (
@@ -67,42 +68,6 @@ class Seat:
     told_at: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class RestoredGroup:
-    """A group that was acknowledged and has not ended."""
-
-    id: GroupId
-    task: Task
-    result: StoredResult
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """What an earlier coordinator of this run left in its records.
-
-    `trained`: groups trained at or after the oldest kept checkpoint, with v and the
-    incarnation that trained them; `open_indexes`: tasks below `next_index` that never ended,
-    but for those of `groups`, which are here.
-    """
-
-    incarnation: int
-    step: int
-    starts: tuple[tuple[int, int], ...]
-    next_index: int
-    open_indexes: tuple[int, ...]
-    trained: tuple[tuple[GroupId, int], ...]
-    kept: tuple[int, ...]
-    published: tuple[tuple[Version, str], ...] = ()
-    ends: dict[str, int] = field(default_factory=dict)
-    groups: tuple[RestoredGroup, ...] = ()
-
-    def with_groups(self, groups: Iterable[RestoredGroup]) -> Restored:
-        found = tuple(groups)
-        here = {group.task.index for group in found}
-        still_open = tuple(index for index in self.open_indexes if index not in here)
-        return replace(self, groups=found, open_indexes=still_open)
-
-
 class RunState:
     """`step` is v. `pending` holds records that are not durable yet, by id. `verified_key` is
     that of the message that is handled now."""
@@ -144,6 +109,9 @@ class RunState:
         self.is_fresh = restored is None
         self.first_new_index = 0
         self.restored_trained: list[tuple[GroupId, int]] = []
+        self.untold_groups: list[Group] = []
+        self.untold_versions: set[Version] = set()
+        self.told_step = 0
         self.effects: list[Effect] = []
         if restored is not None:
             self._restore(restored)
@@ -153,17 +121,74 @@ class RunState:
         self.lineage.starts = list(restored.starts)
         self.lineage.published = dict(sorted(restored.published))
         self.first_new_index = restored.next_index
+        self.history.keep(restored.kept)
         dead = []
         for group in restored.groups:
-            if self.lineage.all_verdict(group.result.trajectories, step=self.step):
-                self.book.restore(group.id, group.task, group.result)
+            if group.trained_at is not None:
+                made = self._trained(group)
+                self.history.add(group.trained_at, [made])
+                if not group.told:
+                    self.untold_groups.append(self._trained(group))
+            elif self.lineage.all_verdict(group.result.trajectories, step=self.step):
+                self.book.restore(group.id, group.task, group.result, attempts=group.attempt)
             else:  # sampled by versions that a rewind has killed
                 dead.append(group.task.index)
         again = tuple(sorted((*restored.open_indexes, *dead)))
         self.stream = TaskStream(next_index=restored.next_index, again=again)
-        self.history.keep(restored.kept)
         self.ends.update(restored.ends)
+        self.cost_usd = restored.cost_usd
         self.restored_trained = list(restored.trained)
+        self.untold_versions, self.told_step = set(restored.untold), restored.told_step
+        for lease in restored.leases:
+            self._resume(lease)
+
+    def _trained(self, group: RestoredGroup) -> Group:
+        return Group(
+            id=group.id,
+            task=group.task,
+            state=GroupState.ENDED,
+            attempts=group.attempt,
+            result=group.result,
+            begun=True,
+        )
+
+    def _resume(self, lease: RestoredLease) -> None:
+        """Its worker may still work on it; once it says hello it is known."""
+        version = lease.version
+        if version not in self.lineage.published or not self.lineage.is_alive(version):
+            return
+        resumed = Lease(
+            id=lease.id,
+            group=lease.group,
+            worker=lease.worker,
+            version=version,
+            granted_at=0.0,
+            progressed_at=0.0,
+            revoke_after_s=lease.revoke_after_s,
+            resumed=True,
+        )
+        task = Task(index_of(lease.group), "")
+        self.book.resume(lease.group, task, resumed, attempts=lease.attempt)
+
+    def begin(self) -> None:
+        """The clock runs: what an earlier coordinator had leased is as old as this one; and what
+        it recorded, but was killed before it told, is told."""
+        for lease in self.book.leases.values():
+            lease.granted_at = lease.progressed_at = self.now
+        for group in self.untold_groups:
+            self._tell_end(group, "trained", "", self.told_step)
+        if self.told_step < self.step:
+            self.tell_step(self.told_step)
+        self.untold_groups.clear()
+
+    def tell_step(self, step: int) -> None:
+        num_groups = sum(entry.step == step for entry in self.history.trained)
+        self.emit(
+            "step_completed",
+            incarnation=self.lineage.incarnation,
+            step=step,
+            num_groups=num_groups,
+        )
 
     # ------------------------------------------------------------------ reading
 
@@ -210,6 +235,16 @@ class RunState:
         self, group: Group, end: End, reason: str, *, trained_at: int | None = None
     ) -> None:
         """The group ends, once; its live lease, if any, is revoked."""
+        self._tell_end(group, end, reason, trained_at)
+        self.ends[end] += 1
+        self.failed_in_row = self.failed_in_row + 1 if end == "failed" else 0
+        if group.awaits_task:
+            self.stream.forget(group.task.index)
+        lease = self.book.end(group)
+        if lease is not None:
+            self.revoke_at_worker(lease, reason)
+
+    def _tell_end(self, group: Group, end: End, reason: str, trained_at: int | None) -> None:
         result = group.result
         low = 0 if trained_at is None else max(0, trained_at - self.settings.staleness_max)
         oldest = result.min_version_from(low) if result is not None else None
@@ -234,23 +269,21 @@ class RunState:
             reward_mean=result.reward_mean if result is not None else None,
             attempts=group.attempts,
         )
-        self.ends[end] += 1
-        self.failed_in_row = self.failed_in_row + 1 if end == "failed" else 0
-        lease = self.book.end(group)
-        if lease is not None:
-            self.revoke_at_worker(lease, reason)
 
-    def lose_lease(self, lease: Lease, reason: str, *, counted: bool, tell: bool) -> None:
+    def lose_lease(
+        self, lease: Lease, reason: str, *, counted: bool, tell: bool, failed: bool = False
+    ) -> None:
         """A lease ended without a result: the group is leased again, or has failed.
 
         `counted`: it used up one of the group's attempts. `tell`: the worker may still work
-        on it and is told to stop.
+        on it and is told to stop. That it was lost is told as an event, of the worker's own
+        failure (LeaseFailed) by the caller.
         """
         group = self.book.groups[lease.group]
         group.avoid = lease.worker if counted else None
         if not counted:
             group.attempts -= 1
-        if tell:
+        if not failed:
             self.emit(
                 "lease_revoked",
                 group_id=group.id,
@@ -417,7 +450,8 @@ class RunState:
             return
         if finished:
             for index in self.stream.again:
-                self.book.add(group_of(index), Task(index, "")).begun = True
+                if group_of(index) not in self.book.groups:
+                    self.book.add(group_of(index), Task(index, "")).begun = True
             for group in list(self.book.groups.values()):
                 if group.begun or index_of(group.id) < self.first_new_index:
                     self.end_group(group, "cancelled", "the run is over")

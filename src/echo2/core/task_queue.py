@@ -65,7 +65,8 @@ class TaskStream:
         self.outstanding = None
 
     def accept(self, start: int, tasks: tuple[Task, ...], *, exhausted: bool) -> list[Task]:
-        """Take the answer to the outstanding request; another one is ignored ([])."""
+        """Take the answer to the outstanding request: those of its tasks that are still needed.
+        Another one is ignored ([])."""
         asked = self.outstanding
         if asked is None or start != asked.start or len(tasks) > asked.count:
             return []
@@ -76,12 +77,17 @@ class TaskStream:
             )
         self.outstanding = None
         end = start + len(tasks)
+        wanted = {*self.again, *range(self.next_index, end)}
         if exhausted:
             self.exhausted_at = end
             self.again = [index for index in self.again if index < end]
         self.again = [index for index in self.again if not start <= index < end]
         self.next_index = max(self.next_index, end)
-        return list(tasks)
+        return [task for task in tasks if task.index in wanted]
+
+    def forget(self, index: int) -> None:
+        """The payload of `index` is not needed any more: its group has ended."""
+        self.again = [known for known in self.again if known != index]
 
     def put_back(self, index: int) -> None:
         """The payload of `index` will be needed again (its group came back without one)."""

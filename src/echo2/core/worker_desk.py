@@ -166,14 +166,6 @@ class WorkerDesk:
         self.relays.left(peer)
         for lease in state.book.leases_of(peer):
             state.lose_lease(lease, f"{peer} is gone: {reason}", counted=True, tell=False)
-            state.emit(
-                "lease_revoked",
-                group_id=lease.group,
-                lease=lease.id,
-                worker=peer,
-                reason=f"{peer} is gone: {reason}",
-                held_s=state.now - lease.granted_at,
-            )
         for eval_lease in state.evals.leases_of(peer):
             state.evals.give_back(eval_lease.id, f"{peer} is gone: {reason}")
         state.emit("worker_gone", worker=peer, reason=reason)
@@ -288,6 +280,9 @@ class WorkerDesk:
                 return  # the acknowledgement follows when it is durable
             self._acknowledge(peer, message, "duplicate" if same else "superseded")
             return
+        if group.awaits_task:
+            group.early = peer, message
+            return
         result = StoredResult(lease.id, peer, message.trajectories, message)
         refusal = self._result_refusal(group, result)
         if not refusal:
@@ -305,7 +300,8 @@ class WorkerDesk:
         if not self._has_place(group, result):
             self._late(peer, message, group, result)
             return
-        self._measure(lease.granted_at, group, result)
+        if not lease.resumed:
+            self._measure(lease.granted_at, group, result)
         ended = state.book.store(group, result, state.next_record_id)
         if ended is not None and ended.id != lease.id:
             state.revoke_at_worker(ended, f"{peer} delivered the group first")
@@ -466,7 +462,7 @@ class WorkerDesk:
             held_s=state.now - lease.granted_at,
         )
         leaves = message.stage == "draining" and worker.state is WorkerState.DRAINING
-        state.lose_lease(lease, reason, counted=not leaves, tell=False)
+        state.lose_lease(lease, reason, counted=not leaves, tell=False, failed=True)
 
     # --------------------------------------------------------------------- helpers
 

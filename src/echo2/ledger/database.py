@@ -1,9 +1,13 @@
 """ledger.sqlite: the index of what the coordinator must remember, and what it makes of it.
 
-    groups     every group that is not settled: where its payload lies, how it ended
+    groups     every group that is not settled: who has it in work, or where its payload lies,
+               and how it ended
     learners   incarnations and the step from which each went on
     versions   published versions and their manifests
-    facts      v, the kept checkpoints, the data position, how many groups ended how
+    facts      v, the kept checkpoints, the data position, the cost, how many groups ended how
+
+What a record made of a group, a step or a version is `told` when the event that says so was seen:
+a coordinator that is killed between the commit and the event leaves it to the next one.
 
 A group is settled when it has ended, no kept checkpoint can bring it back, and all before it
 have ended too: its row goes, and only the counts stay, so that the file does not grow with the
@@ -16,6 +20,7 @@ import json
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +31,7 @@ from echo2.core.records import (
     StepRecorded,
     VersionRecorded,
 )
-from echo2.core.run_state import Restored
+from echo2.core.restored import Restored, RestoredLease
 from echo2.core.task_queue import group_of, index_of
 from echo2.errors import ConfigError
 from echo2.ledger.segments import Place
@@ -36,24 +41,59 @@ SCHEMA: Final = 1
 _TABLES: Final = """
 CREATE TABLE groups (
     idx INTEGER PRIMARY KEY,
-    lease TEXT, worker TEXT, segment INTEGER, offset INTEGER, num_bytes INTEGER, digest BLOB,
-    ended TEXT, trained_at INTEGER
+    lease TEXT, worker TEXT,
+    incarnation INTEGER, step INTEGER, attempt INTEGER, revoke_after_s REAL,
+    segment INTEGER, offset INTEGER, num_bytes INTEGER, digest BLOB,
+    ended TEXT, trained_at INTEGER, told INTEGER NOT NULL DEFAULT 1
 );
 CREATE INDEX groups_by_segment ON groups (segment) WHERE segment IS NOT NULL;
 CREATE INDEX groups_open ON groups (idx) WHERE ended IS NULL;
 CREATE TABLE learners (incarnation INTEGER PRIMARY KEY, resume_step INTEGER NOT NULL);
 CREATE TABLE versions (
     incarnation INTEGER, step INTEGER, manifest_digest TEXT NOT NULL,
+    told INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (incarnation, step)
 );
 CREATE TABLE ends (ended TEXT PRIMARY KEY, number INTEGER NOT NULL);
 CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
-OBSERVED: Final = frozenset({"group_ended", "group_returned", "lease_revoked", "lease_failed"})
+OBSERVED: Final = frozenset(
+    {
+        "group_ended",
+        "group_returned",
+        "lease_granted",
+        "lease_revoked",
+        "lease_failed",
+        "step_completed",
+        "version_published",
+    }
+)
 """Events that the ledger takes in beside records: nobody waits for them to be durable."""
 EARLIER: Final = "earlier"
 """How a group ended under a release without a ledger: only that it did is known here."""
+_LEASE_FIELDS: Final = (
+    "lease",
+    "worker",
+    "incarnation",
+    "step",
+    "attempt",
+    "revoke_after_s",
+)
 _TRAINED_SINCE: Final = "ended = 'trained' AND trained_at >= ?"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredGroup:
+    """Where the payload of an acknowledged group lies; `trained_at` of one that was trained, and
+    whether an event has `told` so."""
+
+    id: GroupId
+    lease: str
+    worker: str
+    attempt: int
+    trained_at: int | None
+    told: bool
+    place: Place
 
 
 class Database:
@@ -137,8 +177,9 @@ class Database:
 
     def step(self, record: StepRecorded) -> None:
         for group in record.groups:
-            self._end(index_of(group), "trained", record.step)
+            self._end(index_of(group), "trained", record.step, told=False)
         self._set("step", record.step + 1)
+        self._set("cost_usd", record.cost_usd)
 
     def learner(self, record: LearnerRecorded) -> None:
         """A learner took over. What was trained after the step that it goes on from is open."""
@@ -152,13 +193,16 @@ class Database:
         ).fetchall():
             self._return(index)
         self._set("step", record.resume_step)
+        self._set("told_step", record.resume_step)
         if not any(step <= record.resume_step for step in self.kept):
             self._set("kept", [record.resume_step])
 
     def version(self, record: VersionRecorded) -> None:
         version = record.version
         self._db.execute(
-            "INSERT OR REPLACE INTO versions VALUES (?, ?, ?)",
+            "INSERT INTO versions (incarnation, step, manifest_digest) VALUES (?, ?, ?) "
+            "ON CONFLICT (incarnation, step) DO UPDATE SET "
+            "manifest_digest = excluded.manifest_digest",
             (version.incarnation, version.step, record.manifest_digest),
         )
 
@@ -167,14 +211,36 @@ class Database:
 
     def observe(self, event: str, fields: Mapping[str, Any], position: int) -> None:
         """One of OBSERVED, whose line ends at byte `position` of events.jsonl."""
-        index = index_of(GroupId(fields["group_id"]))
-        self._reach(index)
-        if event == "group_ended":
-            trained_at = fields["trained_at"]
-            self._end(index, fields["end"], -1 if trained_at is None else trained_at)
-        elif event == "group_returned":
-            self._return(index)
+        match event:
+            case "step_completed":
+                self._set("told_step", fields["step"] + 1)
+            case "version_published":
+                version = Version(fields["incarnation"], fields["step"])
+                self.version(VersionRecorded(version, fields["manifest_digest"]))
+                self._db.execute(
+                    "UPDATE versions SET told = 1 WHERE incarnation = ? AND step = ?",
+                    (version.incarnation, version.step),
+                )
+            case _:
+                self._observe_group(index_of(GroupId(fields["group_id"])), event, fields)
         self._set("events_position", position)
+
+    def _observe_group(self, index: int, event: str, fields: Mapping[str, Any]) -> None:
+        self._reach(index)
+        match event:
+            case "group_ended":
+                trained_at = fields["trained_at"]
+                self._end(index, fields["end"], -1 if trained_at is None else trained_at, told=True)
+            case "group_returned":
+                self._return(index)
+                if fields["to"] == "queue":  # its result has no place any more
+                    self._db.execute(
+                        "UPDATE groups SET segment = NULL, lease = NULL WHERE idx = ?", (index,)
+                    )
+            case "lease_granted":
+                self._lease(index, fields)
+            case _:
+                self._end_lease(index, fields["lease"])
 
     def take_over(self, earlier: Restored, position: int) -> None:
         """What a run of a release without a ledger had in its events, up to `position`."""
@@ -183,7 +249,9 @@ class Database:
                 self.learner(LearnerRecorded(incarnation, resume_step))
             for version, digest in earlier.published:
                 self.version(VersionRecorded(version, digest))
+            self._db.execute("UPDATE versions SET told = 1")
             self._set("step", earlier.step)
+            self._set("told_step", earlier.step)
             self._set("kept", list(earlier.kept))
             self._set("next_index", earlier.next_index)
             self._set("events_position", position)
@@ -207,9 +275,6 @@ class Database:
         match event:
             case "learner_joined":
                 self.learner(LearnerRecorded(fields["incarnation"], fields["resume_step"]))
-            case "version_published":
-                version = Version(fields["incarnation"], fields["step"])
-                self.version(VersionRecorded(version, fields["manifest_digest"]))
             case "checkpoint_saved":
                 self.checkpoint(CheckpointRecorded(fields["incarnation"], tuple(fields["kept"])))
             case _ if event in OBSERVED:
@@ -240,25 +305,45 @@ class Database:
         rows = self._db.execute("SELECT DISTINCT segment FROM groups WHERE segment IS NOT NULL")
         return {segment for (segment,) in rows}
 
-    def _end(self, index: int, end: str, trained_at: int) -> None:
+    def _end(self, index: int, end: str, trained_at: int, *, told: bool) -> None:
         row = self._db.execute("SELECT ended FROM groups WHERE idx = ?", (index,)).fetchone()
         if row is None and index < self._fact("settled_below", 0):
             return
         if row is not None and row[0] is not None:
+            if told:
+                self._db.execute("UPDATE groups SET told = 1 WHERE idx = ?", (index,))
             return
         self._db.execute(
-            "INSERT INTO groups (idx, ended, trained_at) VALUES (?, ?, ?) ON CONFLICT (idx) "
-            "DO UPDATE SET ended = excluded.ended, trained_at = excluded.trained_at",
-            (index, end, trained_at),
+            "INSERT INTO groups (idx, ended, trained_at, told) VALUES (?, ?, ?, ?) "
+            "ON CONFLICT (idx) DO UPDATE SET ended = excluded.ended, "
+            "trained_at = excluded.trained_at, told = excluded.told",
+            (index, end, trained_at, told),
         )
         self._count(end, 1)
+
+    def _lease(self, index: int, fields: Mapping[str, Any]) -> None:
+        """In work again: an earlier result, if there was one, leads nowhere any more."""
+        self._db.execute(
+            "INSERT INTO groups (idx, lease, worker, incarnation, step, attempt, revoke_after_s) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (idx) DO UPDATE SET lease = excluded.lease, "
+            "worker = excluded.worker, incarnation = excluded.incarnation, step = excluded.step, "
+            "attempt = excluded.attempt, revoke_after_s = excluded.revoke_after_s, segment = NULL",
+            (index, *(fields[name] for name in _LEASE_FIELDS)),
+        )
+
+    def _end_lease(self, index: int, lease: str) -> None:
+        self._db.execute(
+            "UPDATE groups SET lease = NULL WHERE idx = ? AND lease = ? AND segment IS NULL",
+            (index, lease),
+        )
 
     def _return(self, index: int) -> None:
         row = self._db.execute("SELECT ended FROM groups WHERE idx = ?", (index,)).fetchone()
         if row is not None and row[0] is not None:
             self._count(row[0], -1)
             self._db.execute(
-                "UPDATE groups SET ended = NULL, trained_at = NULL WHERE idx = ?", (index,)
+                "UPDATE groups SET ended = NULL, trained_at = NULL, told = 1 WHERE idx = ?",
+                (index,),
             )
 
     def _count(self, end: str, change: int) -> None:
@@ -291,16 +376,34 @@ class Database:
         """Up to where events.jsonl is taken in."""
         return int(self._fact("events_position", 0))
 
-    def open_places(self) -> list[tuple[GroupId, str, str, Place]]:
-        """Groups that were acknowledged and have not ended: their lease, worker and payload."""
+    def stored(self) -> list[StoredGroup]:
+        """Groups whose payload may be needed: those that were acknowledged and have not ended,
+        and those that were trained since the oldest kept checkpoint, in the order of steps."""
         rows = self._db.execute(
-            "SELECT idx, lease, worker, segment, offset, num_bytes, digest FROM groups "
-            "WHERE ended IS NULL AND segment IS NOT NULL ORDER BY idx"
+            "SELECT idx, lease, worker, attempt, trained_at, told, "
+            "segment, offset, num_bytes, digest "
+            f"FROM groups WHERE (ended IS NULL OR {_TRAINED_SINCE}) AND segment IS NOT NULL "
+            "ORDER BY trained_at, idx",
+            (min(self.kept),),
         )
         return [
-            (group_of(index), lease, worker, Place(segment, offset, num_bytes, digest))
-            for index, lease, worker, segment, offset, num_bytes, digest in rows
+            StoredGroup(
+                group_of(index), lease, worker, attempt or 0, trained_at, bool(told), Place(*place)
+            )
+            for index, lease, worker, attempt, trained_at, told, *place in rows
         ]
+
+    def _leases(self) -> tuple[RestoredLease, ...]:
+        rows = self._db.execute(
+            "SELECT idx, lease, worker, incarnation, step, attempt, revoke_after_s FROM groups "
+            "WHERE ended IS NULL AND segment IS NULL AND lease IS NOT NULL ORDER BY idx"
+        )
+        return tuple(
+            RestoredLease(
+                lease, group_of(index), worker, Version(incarnation, step), attempt, revoke_after_s
+            )
+            for index, lease, worker, incarnation, step, attempt, revoke_after_s in rows
+        )
 
     def restored(self) -> Restored | None:
         """What an earlier coordinator left, without the payloads; None when there was none."""
@@ -311,22 +414,30 @@ class Database:
             return None
         kept, below = self.kept, self._fact("settled_below", 0)
         next_index = self._fact("next_index", 0)
-        ended = {
-            index for (index,) in self._db.execute("SELECT idx FROM groups WHERE ended IS NOT NULL")
-        }
+        is_open = dict(self._db.execute("SELECT idx, ended IS NULL FROM groups"))
+        # A row may be missing of one that never ended, but not below what is settled.
+        is_open.update((index, 1) for index in range(below, next_index) if index not in is_open)
         trained = self._db.execute(
             f"SELECT idx, trained_at FROM groups WHERE {_TRAINED_SINCE} ORDER BY idx",
             (min(kept),),
         )
-        versions = self._db.execute("SELECT * FROM versions ORDER BY incarnation, step")
+        versions = self._db.execute(
+            "SELECT incarnation, step, manifest_digest, told FROM versions "
+            "ORDER BY incarnation, step"
+        ).fetchall()
+        step = self._fact("step", 0)
         return Restored(
             incarnation=starts[-1][0],
-            step=self._fact("step", 0),
+            step=step,
+            told_step=min(step, self._fact("told_step", 0)),
             starts=tuple(starts),
             next_index=next_index,
-            open_indexes=tuple(i for i in range(below, next_index) if i not in ended),
+            open_indexes=tuple(sorted(index for index, yes in is_open.items() if yes)),
             trained=tuple((group_of(index), trained_at) for index, trained_at in trained),
             kept=tuple(kept),
-            published=tuple((Version(i, step), digest) for i, step, digest in versions),
+            published=tuple((Version(i, step), digest) for i, step, digest, _ in versions),
+            untold=tuple(Version(i, step) for i, step, _, told in versions if not told),
+            leases=self._leases(),
+            cost_usd=self._fact("cost_usd", 0.0),
             ends=dict(self._db.execute("SELECT ended, number FROM ends WHERE number > 0")),
         )

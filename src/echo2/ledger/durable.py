@@ -25,9 +25,9 @@ import structlog
 from echo2 import wire
 from echo2.core.group import StoredResult
 from echo2.core.records import GroupStored, Record, StepRecorded
-from echo2.core.run_state import Restored, RestoredGroup
+from echo2.core.restored import Restored, RestoredGroup
 from echo2.errors import ConfigError, Echo2Error
-from echo2.ledger.database import OBSERVED, Database
+from echo2.ledger.database import OBSERVED, Database, StoredGroup
 from echo2.ledger.events_log import read_events
 from echo2.ledger.events_log import restore as restore_from_events
 from echo2.ledger.segments import SEGMENT_BYTES, Segments
@@ -83,7 +83,7 @@ class DurableLedger:
         self._catch_up(database, events)
         found = database.restored()
         assert found is not None
-        return found.with_groups(self._read_group(*place) for place in database.open_places())
+        return found.with_groups(map(self._read_group, database.stored()))
 
     async def start(self, on_persisted: Callable[[int], None]) -> None:
         self._open()
@@ -225,15 +225,23 @@ class DurableLedger:
             for line in read_events(events, start=position):
                 database.catch_up(line.get("event", ""), line, end)
 
-    def _read_group(self, group: Any, lease: str, worker: str, place: Any) -> RestoredGroup:
-        task, *frames = self._segments.read(place)
+    def _read_group(self, stored: StoredGroup) -> RestoredGroup:
+        task, *frames = self._segments.read(stored.place)
         message = wire.decode(
             frames, lane=Lane.ROLLOUTS, sender=Role.WORKER, receiver=Role.COORDINATOR
         )
         assert isinstance(message, GroupResult)
         index, payload = wire.unpack(task, max_bytes=len(task))
-        result = StoredResult(LeaseId(lease), PeerId(worker), message.trajectories, message)
-        return RestoredGroup(group, Task(index, payload), result)
+        lease, worker = LeaseId(stored.lease), PeerId(stored.worker)
+        result = StoredResult(lease, worker, message.trajectories, message)
+        return RestoredGroup(
+            stored.id,
+            Task(index, payload),
+            result,
+            stored.attempt,
+            trained_at=stored.trained_at,
+            told=stored.told,
+        )
 
 
 def _frames(record: GroupStored) -> list[bytes]:

@@ -12,27 +12,30 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from echo2.core.run_state import Restored
+from echo2.core.restored import Restored
 from echo2.core.task_queue import index_of
 from echo2.errors import ConfigError, Echo2Error
 from echo2.types import GroupId, Version
 
 
 class EventsLog:
-    """Appends to `path`; `write` then `flush`."""
+    """Appends to `path`; `write` then `flush`. Lines that are flushed together are in the file
+    together or not at all, whenever the process is killed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
         self._end = 0
+        self._lines: list[bytes] = []
 
     def open(self) -> None:
         """Cut off a torn last line, then append. ConfigError when it cannot be written."""
         try:
-            self._file = self.path.open("a+b")
+            self._file = self.path.open("a+b", buffering=0)
             _cut_torn_line(self._file)
             self._end = self._file.tell()
         except OSError as error:
@@ -46,21 +49,24 @@ class EventsLog:
         assert self._file is not None, "open it first"
         line = {"time": round(time.time(), 6), "event": event, **fields}
         encoded = json.dumps(line, separators=(",", ":")).encode() + b"\n"
-        with self._disk_errors():
-            self._file.write(encoded)
+        self._lines.append(encoded)
         self._end += len(encoded)
         return self._end
 
     def flush(self) -> None:
         """Echo2Error when the disk does not take it: then no peer may be told."""
-        if self._file is not None:
+        if self._file is not None and self._lines:
+            content = memoryview(b"".join(self._lines))
+            self._lines.clear()
             with self._disk_errors():
-                self._file.flush()
+                while content:  # a disk that fills takes a part, and tells at the next attempt
+                    content = content[self._file.write(content) :]
 
     def close(self) -> None:
         if self._file is not None:
-            with contextlib.suppress(OSError):  # `flush` told it; the torn line is cut off
-                self._file.close()
+            with contextlib.suppress(Echo2Error):  # of a disk that is full, which `flush` told
+                self.flush()
+            self._file.close()
             self._file = None
 
     @contextlib.contextmanager
@@ -74,7 +80,7 @@ class EventsLog:
             ) from error
 
 
-def _cut_torn_line(file: BinaryIO) -> None:
+def _cut_torn_line(file: FileIO) -> None:
     end = file.seek(0, 2)
     keep = end
     while keep > 0:
@@ -126,7 +132,7 @@ def restore(path: Path) -> Restored | None:
                 ended[index] = (line["end"], -1 if trained_at is None else trained_at)
             case "group_returned":
                 ended.pop(index_of(GroupId(line["group_id"])), None)
-            case "lease_revoked" | "lease_failed":
+            case "lease_granted" | "lease_revoked" | "lease_failed":
                 highest = max(highest, index_of(GroupId(line["group_id"])))
             case "learner_joined":
                 starts.append((line["incarnation"], line["resume_step"]))
@@ -146,6 +152,7 @@ def restore(path: Path) -> Restored | None:
     return Restored(
         incarnation=starts[-1][0],
         step=step,
+        told_step=step,
         starts=tuple(starts),
         next_index=highest + 1,
         open_indexes=tuple(i for i in range(highest + 1) if i not in ended),

@@ -6,6 +6,7 @@
     python -m echo2.sim lossy --seed 3              one message in seven is lost
     python -m echo2.sim rewinding --seed 3          learners crash, one after the other
     python -m echo2.sim silent --seed 3             workers come back with late results
+    python -m echo2.sim storm --seed 3              20 workers, every kind of fault all the time
 
 Exit status 1 at the first broken promise, with the last events and the command that plays
 it again.

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from echo2.core.group import StoredResult
+from echo2.core.group import Lease, StoredResult
 from echo2.core.settings import CoordinatorSettings
 from echo2.types import GroupId, LeaseId, PeerId, TrajectoryHeader, Version
 
@@ -34,7 +34,7 @@ HELD = frozenset({Place.LEASED, Place.STORING, Place.BUFFERED})
 class Track:
     """One group. `lease`: the live one, or that of the result; `expiry` of what it is held
     for; `end` and `trained_at` of the end that stands. `begun`: it must end before a run
-    does; after a restart of the coordinator only if an event of it was `recorded`."""
+    does."""
 
     place: Place = Place.QUEUED
     lease: LeaseId | None = None
@@ -47,7 +47,6 @@ class Track:
     end: str = ""
     trained_at: int | None = None
     begun: bool = False
-    recorded: bool = False
 
     def take(self, trajectories: tuple[TrajectoryHeader, ...]) -> None:
         """A result came (or, empty, is void)."""
@@ -162,7 +161,8 @@ class Books:
         track.lease, track.worker, track.version, track.begun = lease, peer, version, True
         self.by_lease[lease] = group
         self.lease_worker[lease] = peer
-        self.workers[peer].leases.add(lease)
+        if peer in self.workers:
+            self.workers[peer].leases.add(lease)
         self.move(track, Place.LEASED, sampled=version)
 
     def end_lease(self, lease: LeaseId) -> GroupId | None:
@@ -208,25 +208,33 @@ class Books:
             if with_result and not self.are_alive(track.versions):
                 self.requeue(track)
 
-    def forget_all_open(self, restored: Mapping[GroupId, StoredResult]) -> None:
-        """The coordinator was started again: of what had not ended it knows what it restored."""
+    def forget_all_open(
+        self,
+        restored: Mapping[GroupId, StoredResult],
+        resumed: Iterable[Lease],
+        trained: Container[GroupId],
+    ) -> None:
+        """The coordinator was started again: of what had not ended it knows what it restored,
+        and that these were `trained`, which it tells at once."""
         for group, track in self.tracks.items():
-            if track.place is Place.ENDED:
+            if track.place is Place.ENDED or group in trained:
                 continue
             self.requeue(track)
-            track.begun = track.recorded
             result = restored.get(group)
             if result is not None:
                 track.begun = True
                 track.take(result.trajectories)
                 track.lease, track.worker = result.lease, result.worker
                 self.move(track, Place.BUFFERED, sampled=min(track.versions))
-        self.batch = None
+        if self.batch is not None and not all(group in trained for group in self.batch[1]):
+            self.batch = None
         self.by_lease.clear()
         self.lease_worker.clear()
         self.eval_leases.clear()
         self.workers.clear()
         self.evals.clear()
+        for lease in resumed:
+            self.begin_lease(lease.group, lease.id, lease.worker, lease.version)
 
 
 def _take(counts: Counter[int], key: int) -> None:

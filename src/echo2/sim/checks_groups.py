@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from echo2.core.effects import Persist
 from echo2.core.events import Received
 from echo2.core.records import GroupStored
 from echo2.messages import (
@@ -87,11 +86,8 @@ class GroupChecks:
             room = settings.groups_per_step * (expiry - step + 1)
             require(total <= room, f"a lease made {total} groups expire by {expiry}, room {room}")
 
-    def stored(self, effect: Persist) -> None:
-        self.moment.pending[effect.record_id] = effect.record
-        if not isinstance(effect.record, GroupStored):
-            return
-        books, record = self.books, effect.record
+    def stored(self, record_id: int, record: GroupStored) -> None:
+        books = self.books
         message = record.payload
         assert isinstance(message, GroupResult)
         track = books.track(record.group)
@@ -103,7 +99,7 @@ class GroupChecks:
             if lease is not None:
                 books.end_lease(lease)
         track.take(message.trajectories)
-        track.record_id = effect.record_id
+        track.record_id = record_id
         track.lease, track.worker = record.lease, record.worker
         require(
             len(message.trajectories) == self.settings.group_size,
@@ -169,10 +165,8 @@ class GroupChecks:
         hello = event.message
         assert isinstance(hello, WorkerHello)
         installed = hello.installed if hello.installed in books.published else None
-        before = books.workers.get(peer)
         books.workers[peer] = worker = WorkerBook(hello.slots, installed)
-        if before is not None:
-            worker.leases = before.leases
+        worker.leases = {lease for lease, holder in books.lease_worker.items() if holder == peer}
         for lease in list(worker.leases):
             if lease not in welcome.alive:
                 books.lose_lease(lease)
@@ -182,7 +176,6 @@ class GroupChecks:
         )
 
     def _lease_lost(self, fields: dict[str, Any]) -> None:
-        self.books.track(fields["group_id"]).recorded = True
         self.books.lose_lease(fields["lease"])
 
     def _gone(self, fields: dict[str, Any]) -> None:

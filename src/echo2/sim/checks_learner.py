@@ -11,12 +11,13 @@ from echo2.messages import (
     BatchGranted,
     LearnerWelcome,
     PublishAcknowledged,
+    Refused,
     StepAcknowledged,
     VersionAnnounced,
 )
 from echo2.sim.books import Place, Track
 from echo2.sim.moment import Moment, check_window, require
-from echo2.types import PeerId, Version
+from echo2.types import GroupId, PeerId, Version
 
 
 class LearnerChecks:
@@ -30,6 +31,7 @@ class LearnerChecks:
             LearnerWelcome: self._learner_welcome,
             StepAcknowledged: self._step_acknowledged,
             PublishAcknowledged: self._publish_acknowledged,
+            Refused: self._refused,
         }
         self.emits: dict[str, Callable[[dict[str, Any]], None]] = {
             "group_returned": self._group_returned,
@@ -108,10 +110,49 @@ class LearnerChecks:
             f"{effect.group} was delivered with another result than the one that was stored",
         )
 
-    def _completed(self, fields: dict[str, Any]) -> None:
-        books, record = self.books, self.moment.record
+    def recorded(self, step: StepRecorded) -> None:
+        """The learner has trained these groups: what it was granted, or what an earlier
+        coordinator had granted it."""
+        books = self.books
+        require(step.step == books.step, f"step {step.step} was recorded, v is {books.step}")
+        if books.batch is not None and set(books.batch[1]) == set(step.groups):
+            return
+        for group in () if books.batch is None else books.batch[1]:
+            books.move(books.track(group), Place.BUFFERED)
+        size = len(step.groups)
         require(
-            isinstance(record, StepRecorded) and record.step == fields["step"],
+            0 < size <= self.settings.groups_per_step and size == len(set(step.groups)),
+            f"step {step.step} trained {step.groups}",
+        )
+        for group in step.groups:
+            track = books.track(group)
+            require(track.place is Place.BUFFERED, f"{group} was trained and {track.place.value}")
+            check_window(self.moment, group, track, step.step)
+            books.move(track, Place.TRAINING)
+        books.batch = (step.step, step.groups)
+
+    @property
+    def untold_groups(self) -> frozenset[GroupId]:
+        """Groups of the batch whose step is durable and was not told yet."""
+        books = self.books
+        step = books.incarnation, books.step
+        return next(
+            (
+                frozenset(record.groups)
+                for record in self.moment.durable
+                if isinstance(record, StepRecorded) and (record.incarnation, record.step) == step
+            ),
+            frozenset(),
+        )
+
+    def _completed(self, fields: dict[str, Any]) -> None:
+        books = self.books
+        require(
+            any(
+                isinstance(record, StepRecorded)
+                and (record.incarnation, record.step) == (fields["incarnation"], fields["step"])
+                for record in self.moment.durable
+            ),
             f"step {fields['step']} was completed before it was durable",
         )
         require(
@@ -159,7 +200,7 @@ class LearnerChecks:
             f"{group} was returned, its end {track.end} at {track.trained_at} survives",
         )
         track.end, track.trained_at = "", None
-        track.begun = track.recorded = True
+        track.begun = True
         self.moment.returned.add(group)
         if fields["to"] == "queue":
             books.requeue(track)
@@ -171,8 +212,10 @@ class LearnerChecks:
         books = self.books
         version = Version(fields["incarnation"], fields["step"])
         require(
-            isinstance(self.moment.record, VersionRecorded)
-            and self.moment.record.version == version,
+            any(
+                isinstance(record, VersionRecorded) and record.version == version
+                for record in self.moment.durable
+            ),
             f"{version} was published before it was durable",
         )
         require(
@@ -208,6 +251,9 @@ class LearnerChecks:
 
     def _step_acknowledged(self, peer: PeerId, told: StepAcknowledged) -> None:
         require(told.step <= self.books.step, f"step {told.step} was acknowledged too early")
+
+    def _refused(self, peer: PeerId, refused: Refused) -> None:
+        require(refused.reason != "batch_lost", f"{peer} trained in vain: {refused.text}")
 
     def _checkpoint(self, fields: dict[str, Any]) -> None:
         self.books.kept = tuple(fields["kept"])

@@ -12,7 +12,9 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
+from echo2.core.task_queue import group_of
 from echo2.messages import (
+    PROTOCOL,
     BatchRequest,
     CheckpointSaved,
     EvalRequest,
@@ -28,6 +30,7 @@ from echo2.messages import (
     VersionPublished,
 )
 from echo2.sim.learner import SimLearner, digest_of
+from echo2.sim.network import DIRECTIONS, Direction
 from echo2.sim.worker import SimWorker
 from echo2.types import GroupId, LeaseId, PeerId, Sampling, Span, Task, Version
 
@@ -55,7 +58,11 @@ class FaultInjector:
             (faults.learner_stop_s, self._learner_stop),
             (faults.learner_silence_s, self._learner_silence),
             (faults.coordinator_restart_s, self._coordinator_restart),
+            (faults.coordinator_crash_s, self._coordinator_crash),
+            (faults.disk_full_s, self._disk_full),
             (faults.clock_jump_s, self._clock_jump),
+            (faults.one_way_s, self._one_way),
+            (faults.partition_s, self._partition),
         ):
             if mean_s:
                 self._next(mean_s, fault)
@@ -66,6 +73,7 @@ class FaultInjector:
 
     def _strike(self, mean_s: float, fault: Callable[[], None]) -> None:
         if self.timeline.now < self.faults.until_s:
+            self.simulation.outcome.faults[fault.__name__.lstrip("_")] += 1
             fault()
             self._next(mean_s, fault)
 
@@ -113,10 +121,24 @@ class FaultInjector:
         if (worker := self._any_worker()) is not None:
             self._cut(worker.peer, self.rng.choice((2.0, 8.0, 40.0)))
 
-    def _cut(self, peer: PeerId, seconds: float) -> None:
-        self.simulation.note(f"{peer} is cut off for {seconds:g} s")
-        self.simulation.network.cut.add(peer)
-        self.timeline.after(seconds, self.simulation.network.cut.discard, peer)
+    def _cut(self, peer: PeerId, seconds: float, *directions: Direction) -> None:
+        network = self.simulation.network
+        for direction in directions or DIRECTIONS:
+            self.simulation.note(f"{peer} is cut off ({direction}) for {seconds:g} s")
+            network.cut.add((peer, direction))
+            self.timeline.after(seconds, network.cut.discard, (peer, direction))
+
+    def _any_peer(self) -> PeerId:
+        return self.rng.choice(sorted(self.simulation.processes))
+
+    def _one_way(self) -> None:
+        self._cut(self._any_peer(), self.rng.choice((2.0, 8.0, 40.0)), self.rng.choice(DIRECTIONS))
+
+    def _partition(self) -> None:
+        peers = sorted(self.simulation.processes)
+        seconds = self.rng.choice((2.0, 8.0, 40.0))
+        for peer in self.rng.sample(peers, self.rng.randint(1, len(peers))):
+            self._cut(peer, seconds)
 
     # ------------------------------------------------------------ learner, coordinator
 
@@ -149,6 +171,12 @@ class FaultInjector:
 
     def _coordinator_restart(self) -> None:
         self.simulation.restart_coordinator()
+
+    def _coordinator_crash(self) -> None:
+        self.simulation.crash_at_next_event()
+
+    def _disk_full(self) -> None:
+        self.simulation.fill_disk()
 
     def _clock_jump(self) -> None:
         jump_s = self.rng.choice((-30.0, -1.0, 3.0, 20.0, 120.0))
@@ -240,7 +268,12 @@ class FaultInjector:
         version = Version(incarnation, state.step + rng.randrange(0 if old else 1, 3))
         choices: tuple[Message, ...] = (
             StepCompleted(
-                incarnation=incarnation, step=step, train_s=0, wait_s=0, mismatch={"w0": 0.5}
+                incarnation=incarnation,
+                step=step,
+                groups=(group_of(step),),
+                train_s=0,
+                wait_s=0,
+                mismatch={"w0": 0.5},
             ),
             BatchRequest(incarnation=incarnation, step=step),
             TasksSubmitted(
@@ -257,7 +290,7 @@ class FaultInjector:
                 sampling=Sampling(),
             ),
             LearnerHello(
-                protocol=1,
+                protocol=PROTOCOL,
                 echo2_version="simulated",
                 name="learner",
                 incarnation=state.lineage.incarnation + 5,

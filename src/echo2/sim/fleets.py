@@ -6,6 +6,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Final
 
+from echo2.sim.chaos import Chaos
 from echo2.sim.scenario import (
     Faults,
     LearnerModel,
@@ -118,4 +119,5 @@ SCENARIOS: Final[dict[str, Callable[[int], Scenario]]] = {
     "lossy": lossy_fleet,
     "rewinding": rewinding_fleet,
     "silent": silent_fleet,
+    "storm": lambda seed: Chaos(seed).scenario(),
 }

@@ -12,7 +12,13 @@ from typing import Any
 
 from echo2.core.effects import DeliverGroup, Effect, Emit, Finish, Persist, Send
 from echo2.core.events import Event, Persisted, Received
-from echo2.core.records import GroupStored, LearnerRecorded
+from echo2.core.records import (
+    GroupStored,
+    LearnerRecorded,
+    Record,
+    StepRecorded,
+    VersionRecorded,
+)
 from echo2.core.run_state import RunState
 from echo2.core.settings import CoordinatorSettings
 from echo2.messages import (
@@ -40,9 +46,10 @@ class Invariants:
         self.moment = Moment(settings, self.books)
         evals = EvalChecks(self.moment)
         groups, learner = GroupChecks(self.moment, evals), LearnerChecks(self.moment)
+        self._groups, self._learner = groups, learner
         self._effects: dict[type, Callable[[Any], None]] = {
             Emit: self._emit,
-            Persist: groups.stored,
+            Persist: self._persist,
             DeliverGroup: learner.delivered,
             Finish: self._finish,
         }
@@ -71,20 +78,33 @@ class Invariants:
                 self._effects[type(effect)](effect)
         self._after(state)
 
-    def coordinator_restarted(self, state: RunState) -> None:
+    def coordinator_restarted(self, state: RunState, committed: int) -> None:
         """Its memory is gone, but for what the ledger says: every group that it acknowledged
-        and that may still be trained."""
+        and that may still be trained. `committed`: the last record that is in the ledger; the old
+        one may not have heard so."""
         books = self.books
+        for record_id, record in self.moment.pending.items():
+            if record_id <= committed:
+                self._is_durable(record)
+        trains = self._learner.untold_groups
         restored = {
             group.id: group.result
             for group in state.book.groups.values()
             if group.result is not None
         }
         for group, track in books.tracks.items():
-            acknowledged = track.place in (Place.BUFFERED, Place.TRAINING)
+            acknowledged = track.place in (Place.BUFFERED, Place.TRAINING) and group not in trains
             if acknowledged and books.are_alive(track.versions):
                 require(group in restored, f"{group} was acknowledged, and a restart lost it")
-        for group in restored:
+        resumed = state.book.leases
+        for lease, group in books.by_lease.items():
+            version = books.tracks[group].version
+            assert version is not None
+            require(
+                lease in resumed or not books.is_alive(version),
+                f"{lease} of {group} was in work, and a restart lost it",
+            )
+        for group in (*restored, *(lease.group for lease in resumed.values())):
             require(
                 books.track(group).place is not Place.ENDED,
                 f"{group} ended, and a restart brought it back",
@@ -92,7 +112,7 @@ class Invariants:
         stored = {result.lease for result in restored.values()}
         self.moment.durable_results |= stored
         self.moment.settled |= stored
-        books.forget_all_open(restored)
+        books.forget_all_open(restored, resumed.values(), trains)
         self.moment.pending.clear()
         self.moment.last = False
 
@@ -100,13 +120,7 @@ class Invariants:
         books = self.books
         if isinstance(event, Persisted):
             self.moment.record = self.moment.pending.pop(event.record_id, None)
-            match self.moment.record:
-                case GroupStored(_, lease):
-                    self.moment.durable_results.add(lease)
-                case LearnerRecorded(incarnation):
-                    self.moment.durable_incarnations.add(incarnation)
-                case _:
-                    pass
+            self._is_durable(self.moment.record)
         elif isinstance(event, Received):
             worker = books.workers.get(event.peer)
             match event.message:
@@ -124,6 +138,18 @@ class Invariants:
                     )
                 case _:
                     pass
+
+    def _is_durable(self, record: Record | None) -> None:
+        moment = self.moment
+        match record:
+            case GroupStored(_, lease):
+                moment.durable_results.add(lease)
+            case LearnerRecorded(incarnation):
+                moment.durable_incarnations.add(incarnation)
+            case StepRecorded() | VersionRecorded():
+                moment.durable.append(record)
+            case _:
+                pass
 
     def _after(self, state: RunState) -> None:
         books, settings = self.books, self.settings
@@ -168,6 +194,16 @@ class Invariants:
             len(state.book.groups) <= in_work,
             lambda: f"the book holds {len(state.book.groups)} groups, at most {in_work}",
         )
+
+    def _persist(self, effect: Persist) -> None:
+        self.moment.pending[effect.record_id] = effect.record
+        match effect.record:
+            case GroupStored() as stored:
+                self._groups.stored(effect.record_id, stored)
+            case StepRecorded() as step:
+                self._learner.recorded(step)
+            case _:
+                pass
 
     def _emit(self, effect: Emit) -> None:
         check = self._emits.get(effect.event)

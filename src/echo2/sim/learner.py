@@ -332,10 +332,12 @@ class SimLearner:
         self.timeline.after(seconds, self._act, self._complete)
 
     def _complete(self) -> None:
+        assert self._granted is not None
         self._ask(
             StepCompleted(
                 incarnation=self.incarnation,
                 step=self.step,
+                groups=self._granted.groups,
                 train_s=self.train_s,
                 wait_s=self.wait_s,
                 mismatch={},

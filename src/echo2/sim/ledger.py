@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from echo2.core.group import StoredResult
 from echo2.core.records import GroupStored, Record
-from echo2.core.run_state import Restored, RestoredGroup
+from echo2.core.restored import Restored, RestoredGroup
 from echo2.ledger.database import OBSERVED, Database
 from echo2.ledger.segments import Place
 from echo2.messages import GroupResult
@@ -68,8 +69,16 @@ class SimLedger:
                     database.catch_up(first, second, 0)
         self._waits.clear()
         found = database.restored()
-        places = {group for group, *_ in database.open_places()}
-        return found and found.with_groups(self._stored[group] for group in sorted(places))
+        groups = [
+            replace(
+                self._stored[stored.id],
+                attempt=stored.attempt,
+                trained_at=stored.trained_at,
+                told=stored.told,
+            )
+            for stored in database.stored()
+        ]
+        return found and found.with_groups(groups)
 
     def _apply(self, database: Database, first: int | str, second: Any) -> None:
         if isinstance(first, str):
@@ -79,7 +88,7 @@ class SimLedger:
             message = second.payload
             assert isinstance(message, GroupResult)
             result = StoredResult(second.lease, second.worker, message.trajectories, message)
-            self._stored[second.group] = RestoredGroup(second.group, second.task, result)
+            self._stored[second.group] = RestoredGroup(second.group, second.task, result, 0)
             database.store(second.group, second.lease, second.worker, Place(0, 0, 0, b""))
         else:
             database.apply(second)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 from echo2.core.events import Event
-from echo2.core.records import Record
+from echo2.core.records import Record, StepRecorded, VersionRecorded
 from echo2.core.settings import CoordinatorSettings
 from echo2.sim.books import Books, Track
 from echo2.types import GroupId, LeaseId, Version
@@ -21,9 +23,13 @@ def require(holds: bool, text: str | Callable[[], str]) -> None:
         raise Violation(text if isinstance(text, str) else text())
 
 
+DURABLE_MAX: Final = 64
+
+
 @dataclass(slots=True)
 class Moment:
-    """`record` is the one that this event made durable; `settled` the leases whose results
+    """`record` is the one that this event made durable; `durable` the newest steps and versions
+    that are; `settled` the leases whose results
     were accepted; `owed` what a rewind must return now; `last`: the last batch was granted."""
 
     settings: CoordinatorSettings
@@ -31,6 +37,9 @@ class Moment:
     event: Event | None = None
     record: Record | None = None
     pending: dict[int, Record] = field(default_factory=dict)
+    durable: deque[StepRecorded | VersionRecorded] = field(
+        default_factory=lambda: deque(maxlen=DURABLE_MAX)
+    )
     durable_results: set[LeaseId] = field(default_factory=set)
     durable_incarnations: set[int] = field(default_factory=set)
     settled: set[LeaseId] = field(default_factory=set)

@@ -65,7 +65,10 @@ class NetworkModel:
 class Faults:
     """Mean seconds between faults of a kind, over the whole fleet; 0: never.
 
-    `install_failure`: probability that an install fails. `records_reordered`: records
+    `coordinator_restart_s`: killed between two events; `coordinator_crash_s`: while it carries
+    out what follows from one; `disk_full_s`: by a disk that takes no record. `one_way_s`: a
+    peer's messages get through in one direction only; `partition_s`: some of the fleet is cut off
+    together. `install_failure`: probability that an install fails. `records_reordered`: records
     become durable in any order."""
 
     until_s: float = 0.0
@@ -79,14 +82,23 @@ class Faults:
     learner_stop_s: float = 0.0
     learner_silence_s: float = 0.0
     coordinator_restart_s: float = 0.0
+    coordinator_crash_s: float = 0.0
+    disk_full_s: float = 0.0
+    one_way_s: float = 0.0
+    partition_s: float = 0.0
     clock_jump_s: float = 0.0
     install_failure: float = 0.0
     records_reordered: bool = False
 
+    @property
+    def restarts_coordinator(self) -> bool:
+        return bool(self.coordinator_restart_s or self.coordinator_crash_s or self.disk_full_s)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """`patience_s`: within so long after the last fault the run must end."""
+    """`patience_s`: within so long after the last fault the run must end; `steps_after`: with
+    so many learner steps after it, if that is less than `steps` in all."""
 
     seed: int
     settings: CoordinatorSettings
@@ -98,6 +110,7 @@ class Scenario:
     persist_s: float = 0.005
     tick_s: float = 0.25
     patience_s: float = 4000.0
+    steps_after: int | None = None
 
 
 def a_run(seed: int, **changes: object) -> CoordinatorSettings:
@@ -238,7 +251,11 @@ def _some_faults(rng: Random) -> Faults:
         learner_stop_s=mean_s(30.0),
         learner_silence_s=mean_s(30.0),
         coordinator_restart_s=rng.choice((0.0, 0.0, 0.0, 40.0)),
+        coordinator_crash_s=rng.choice((0.0, 0.0, 0.0, 20.0)),
+        disk_full_s=rng.choice((0.0, 0.0, 0.0, 60.0)),
         clock_jump_s=mean_s(40.0),
+        one_way_s=mean_s(30.0),
+        partition_s=rng.choice((0.0, 0.0, 60.0)),
         install_failure=rng.choice((0.0, 0.0, 0.3)),
         records_reordered=rng.random() < 0.3,
     )

@@ -46,6 +46,7 @@ class Outcome:
     staleness: Counter[int] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
     bubble: float = 0.0
     cost_usd: float = 0.0
 
@@ -57,6 +58,7 @@ class Simulation:
         self.network = Network(self.timeline, Random(f"network {scenario.seed}"), scenario.network)
         self.core = CoordinatorState(scenario.settings)
         self.invariants = Invariants(scenario.settings)
+        self.steps = scenario.steps
         self.outcome = Outcome()
         self.trace: deque[tuple[float, Event | Emit | str]] = deque(maxlen=TRACE_LENGTH)
         self.disk = Disk()
@@ -70,7 +72,11 @@ class Simulation:
         self._spawned = 0
         self._epoch = 0
         self._persisting: list[int] = []
-        self.ledger = SimLedger(is_read=bool(scenario.faults.coordinator_restart_s))
+        self._committed = 0
+        """The newest record of this coordinator that is safe, and with it all before."""
+        self._crash: str = ""
+        self._disk_full = False
+        self.ledger = SimLedger(is_read=scenario.faults.restarts_coordinator)
         self._waited = [0.0, 0.0]
 
     # ------------------------------------------------------------------------- running
@@ -90,7 +96,7 @@ class Simulation:
             causes = "; ".join(waits(self.core.state, self.core.dispatcher.reason))
             raise Violation(
                 f"no end {scenario.patience_s:g} s after the last fault: step "
-                f"{self.core.state.step} of {scenario.steps}; {causes}"
+                f"{self.core.state.step} of {self.steps}; {causes}"
             )
         return self._concluded()
 
@@ -103,12 +109,17 @@ class Simulation:
         outcome.cost_usd = state.cost_usd
         total = sum(self._waited)
         outcome.bubble = self._waited[0] / total if total > 0 else 0.0
+        outcome.faults |= self.network.faults
         return outcome
 
     def _calm_down(self) -> None:
         """The last fault is over: from here on the run must get to its end."""
         self.calm = True
         self.network.heal()
+        if self.scenario.steps_after is not None:
+            self.steps = min(self.steps, self.core.state.step + self.scenario.steps_after)
+            if self.learner is not None:
+                self.learner.steps = self.steps
         for process in self.processes.values():
             if isinstance(process, SimWorker):
                 process.install_failure = 0.0
@@ -155,7 +166,7 @@ class Simulation:
             Random(f"learner {self.scenario.seed} {self._spawned}"),
             name=f"hello{self._spawned}",
             disk=self.disk,
-            steps=self.scenario.steps,
+            steps=self.steps,
             period=self.scenario.settings.period,
             on_end=self._learner_ended,
         )
@@ -192,8 +203,19 @@ class Simulation:
         self._epoch += 1
         settings = replace(self.scenario.settings, life=str(self._epoch))
         self.core = CoordinatorState(settings, restored)
-        self.invariants.coordinator_restarted(self.core.state)
+        self.invariants.coordinator_restarted(self.core.state, self._committed)
         self._persisting.clear()
+        self._committed = 0
+        self._crash = ""
+
+    def crash_at_next_event(self) -> None:
+        """Kill -9 while the effects of an event are carried out: before the first, or between
+        two of them."""
+        self._crash = self._rng.choice(("before", "between"))
+
+    def fill_disk(self) -> None:
+        """The next commit fails, which ends the coordinator; it is started again."""
+        self._disk_full = True
 
     # ----------------------------------------------------------------------- the network
 
@@ -201,8 +223,7 @@ class Simulation:
         """From a peer to the coordinator."""
         if isinstance(message, GroupResult):
             self.recent.append((peer, message))
-        link = (peer, "in", message.LANE)
-        self.network.carry(peer, link, self._arrive, self._epoch, peer, message)
+        self.network.carry((peer, "in", message.LANE), self._arrive, self._epoch, peer, message)
 
     def _arrive(self, epoch: int, peer: PeerId, message: Message) -> None:
         if epoch == self._epoch:
@@ -211,7 +232,7 @@ class Simulation:
     def _send_out(self, peer: PeerId, lane: str, message: object) -> None:
         process = self.processes.get(peer)
         if process is not None:
-            self.network.carry(peer, (peer, "out", lane), self._hand_over, process, message)
+            self.network.carry((peer, "out", lane), self._hand_over, process, message)
 
     def _hand_over(self, process: SimWorker | SimLearner, message: object) -> None:
         """Only the process that was connected when it was sent gets it."""
@@ -235,9 +256,20 @@ class Simulation:
             refusal = Refused(reason=error.reason, text=str(error)[:2048], fatal=False)
             self._send_out(event.peer, refusal.LANE, refusal)
             return
-        for effect in effects:
+        crash = "" if any(isinstance(effect, Finish) for effect in effects) else self._crash
+        if crash == "before" and effects:
+            self.restart_coordinator()
+            return
+        if crash == "between":
+            rest = [effect for effect in effects if not isinstance(effect, Emit)]
+            done = rest[: self._rng.randint(0, len(rest))]
+            effects = [e for e in effects if isinstance(e, Emit) or any(e is d for d in done)]
+        # As the service does: what happened is written first, then come what follows from it.
+        for effect in sorted(effects, key=lambda effect: not isinstance(effect, Emit)):
             self._carry_out(effect)
         self.invariants.observe(event, effects, self.core.state)
+        if crash and effects:
+            self.restart_coordinator()
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
@@ -266,8 +298,20 @@ class Simulation:
         reorder = self.scenario.faults.records_reordered and not self.calm
         index = self._rng.randrange(len(waiting)) if reorder else 0
         record_id = waiting.pop(index)
+        if self._disk_full:
+            self._disk_full = False
+            self.note("the disk takes no record")
+            self.restart_coordinator()
+            return
         self.ledger.commit(record_id)
-        self.feed(Persisted(record_id))
+        self._committed = max(self._committed, record_id)
+        self.timeline.after(
+            self.scenario.persist_s * self._rng.random(), self._tell, epoch, record_id
+        )
+
+    def _tell(self, epoch: int, record_id: int) -> None:
+        if epoch == self._epoch:
+            self.feed(Persisted(record_id))
 
     def _emit(self, effect: Emit) -> None:
         outcome, fields = self.outcome, effect.fields

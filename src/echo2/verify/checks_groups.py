@@ -70,7 +70,7 @@ class AllEnded(Check):
             case "group_ended":
                 if self._open.pop(line["group_id"], None) is None:
                     self._num_seen += 1
-            case "lease_revoked" | "lease_failed" | "group_returned":
+            case "lease_granted" | "lease_revoked" | "lease_failed" | "group_returned":
                 group = line["group_id"]
                 ended = line["event"] != "group_returned" and group in self.history.standing
                 if not ended:

@@ -81,6 +81,15 @@ EVENTS: Final[Mapping[str, Mapping[str, Kind]]] = {
         "stage": TEXT,
         "text": TEXT,
     },
+    "lease_granted": {
+        "group_id": TEXT,
+        "lease": TEXT,
+        "worker": TEXT,
+        "incarnation": COUNT,
+        "step": COUNT,
+        "attempt": COUNT,
+        "revoke_after_s": REAL,
+    },
     "lease_revoked": {
         "group_id": TEXT,
         "lease": TEXT,

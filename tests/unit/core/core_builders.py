@@ -18,7 +18,8 @@ from echo2.core.coordinator import CoordinatorState
 from echo2.core.effects import DeliverGroup, Effect, Emit, Finish, Persist, Send
 from echo2.core.events import Event, Persisted, Received, StopRequested, Tick
 from echo2.core.group import Group, GroupState, Lease, StoredResult
-from echo2.core.run_state import Restored
+from echo2.core.records import Record
+from echo2.core.restored import Restored
 from echo2.core.settings import CoordinatorSettings
 from echo2.core.status import status
 from echo2.errors import RemoteProtocolError
@@ -158,6 +159,7 @@ def a_restored_run(**changes: Any) -> Restored:
     values: dict[str, Any] = {
         "incarnation": 1,
         "step": 3,
+        "told_step": 3,
         "starts": ((1, 0),),
         "next_index": 8,
         "open_indexes": (6, 7),
@@ -191,6 +193,11 @@ def emitted(effects: Iterable[Effect], event: str) -> list[dict[str, Any]]:
 def delivered(effects: Iterable[Effect]) -> list[str]:
     """Names of the groups delivered to the learner."""
     return [e.group for e in effects if isinstance(e, DeliverGroup)]
+
+
+def records(effects: Iterable[Effect]) -> list[Record]:
+    """What is to be made durable, in order."""
+    return [effect.record for effect in effects if isinstance(effect, Persist)]
 
 
 def finish(effects: Iterable[Effect]) -> Finish | None:
@@ -337,13 +344,22 @@ class Scene:
         return self.receive(LEARNER, BatchRequest(incarnation=self.incarnation, step=step))
 
     def completes(
-        self, step: int | None = None, *, durable: bool = True, **mismatch: float
+        self,
+        step: int | None = None,
+        *,
+        groups: tuple[str, ...] = (),
+        durable: bool = True,
+        **mismatch: float,
     ) -> list[Effect]:
+        """The step of the batch that was granted, or of `groups`."""
+        batch = self.state.seat.batch
+        granted = () if batch is None else tuple(group.id for group in batch.groups)
         return self.receive(
             LEARNER,
             StepCompleted(
                 incarnation=self.incarnation,
                 step=self.state.step if step is None else step,
+                groups=groups or granted or ("g0",),
                 train_s=1.0,
                 wait_s=0.0,
                 mismatch=mismatch,
@@ -506,4 +522,13 @@ def a_running_scene(
         scene.worker_joins(name, slots=slots)
         scene.installs(name, a_version(0))
     scene.submits(tasks)
+    return scene
+
+
+def a_granted_batch(**changes: Any) -> Scene:
+    """The running scene, whose learner has its first batch."""
+    scene = a_running_scene(slots=4, **changes)
+    for lease in scene.leases()[: scene.state.settings.groups_per_step]:
+        scene.delivers(lease)
+    scene.wants_batch()
     return scene

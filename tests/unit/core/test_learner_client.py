@@ -125,6 +125,12 @@ def sent(outcomes: list[object]) -> list[type]:
     return [type(o.message) for o in outcomes if isinstance(o, Transmit)]
 
 
+def comes_whole(client: LearnerClientState) -> None:
+    """The batch that was asked for."""
+    client.received(granted("g0"), 0.0)
+    client.received(a_group("g0"), 0.0)
+
+
 def test_the_hello_is_repeated_until_it_is_answered() -> None:
     client = a_client()
     assert LearnerHello in sent(client.start(0.0))
@@ -160,6 +166,9 @@ def test_only_one_batch_and_one_step_are_asked_for_at_a_time() -> None:
     client.request_batch(0)
     with pytest.raises(LocalProtocolError, match="batch"):
         client.request_batch(0)
+    with pytest.raises(LocalProtocolError, match="no batch was delivered"):
+        client.complete(0, train_s=1, wait_s=0, mismatch={})
+    comes_whole(client)
     client.complete(0, train_s=1, wait_s=0, mismatch={})
     with pytest.raises(LocalProtocolError, match="step"):
         client.complete(0, train_s=1, wait_s=0, mismatch={})
@@ -169,6 +178,8 @@ def test_silence_leads_to_a_hello_under_the_same_incarnation_and_all_is_asked_ag
     client = a_seated_client()
     client.publish(a_version(0))
     client.received(PublishAcknowledged(version=Version(1, 0), keep_from=0), 0.0)
+    client.request_batch(0)
+    comes_whole(client)
     client.complete(0, train_s=1, wait_s=0, mismatch={})
     client.checkpoint_saved(0, (0,))
     client.evaluate(an_eval())
@@ -197,6 +208,8 @@ def test_after_a_welcome_the_newest_version_is_published_again() -> None:
 
 def test_answers_end_what_was_asked_once() -> None:
     client = a_seated_client()
+    client.request_batch(0)
+    comes_whole(client)
     client.complete(0, train_s=1, wait_s=0, mismatch={})
     assert client.received(StepAcknowledged(incarnation=1, step=0), 1.0) == []
     assert client.received(StepAcknowledged(incarnation=1, step=1), 1.0) == [StepDurable(1)]

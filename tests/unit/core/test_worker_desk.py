@@ -68,7 +68,11 @@ def test_a_worker_that_joins_before_the_first_version_is_told_of_it_later() -> N
 @pytest.mark.parametrize(
     ("changes", "reason", "text"),
     [
-        ({"protocol": 99}, "protocol", r"speaks protocol 1, the worker \(echo2 0.1\) speaks 99"),
+        (
+            {"protocol": 99},
+            "protocol",
+            r"speaks protocol \d+, the worker \(echo2 0.1\) speaks 99",
+        ),
         ({"run_id": "other"}, "run", "this is run run, the worker belongs to other"),
         ({"environment": "maze"}, "environment", "environment is 'null', the worker has 'maze'"),
         (

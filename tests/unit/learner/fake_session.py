@@ -15,6 +15,7 @@ import torch
 from echo2.config import Config
 from echo2.learner_client import Batch
 from echo2.messages import (
+    PROTOCOL,
     BatchGranted,
     BatchGroup,
     EvalResult,
@@ -53,7 +54,7 @@ class FakeSession:
     ) -> LearnerWelcome:
         self._called("start", resume_step)
         return LearnerWelcome(
-            protocol=1,
+            protocol=PROTOCOL,
             run_id="r",
             incarnation=self.incarnation,
             step=resume_step,

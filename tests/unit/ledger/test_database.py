@@ -13,10 +13,10 @@ from echo2.core.records import (
     StepRecorded,
     VersionRecorded,
 )
-from echo2.core.run_state import Restored
+from echo2.core.restored import Restored, RestoredLease
 from echo2.core.task_queue import group_of
 from echo2.errors import ConfigError
-from echo2.ledger.database import SCHEMA, Database
+from echo2.ledger.database import SCHEMA, Database, StoredGroup
 from echo2.ledger.segments import Place
 from echo2.types import Version
 
@@ -49,6 +49,27 @@ def ends(database: Database, index: int, end: str, trained_at: int | None = None
         database.observe("group_ended", fields, 0)
 
 
+def leases(database: Database, *indexes: int, attempt: int = 1) -> None:
+    with database.transaction():
+        for index in indexes:
+            fields = {
+                "group_id": f"g{index}",
+                "lease": f"l{index}.{attempt}",
+                "worker": "w-1",
+                "incarnation": 1,
+                "step": 4,
+                "attempt": attempt,
+                "revoke_after_s": 60.0,
+            }
+            database.observe("lease_granted", fields, 0)
+
+
+def loses(database: Database, index: int, *, attempt: int = 1) -> None:
+    fields = {"group_id": f"g{index}", "lease": f"l{index}.{attempt}"}
+    with database.transaction():
+        database.observe("lease_revoked", fields, 0)
+
+
 def restored(database: Database) -> Restored:
     found = database.restored()
     assert found is not None
@@ -66,7 +87,7 @@ def test_what_was_recorded_is_restored(tmp_path: Path) -> None:
     ends(database, 0, "trained", 0)
     ends(database, 3, "expired")
     with database.transaction():
-        database.observe("lease_failed", {"group_id": "g6"}, 0)
+        database.observe("lease_failed", {"group_id": "g6", "lease": "l6"}, 0)
         database.version(VersionRecorded(Version(1, 1), "f" * 64))
         database.checkpoint(CheckpointRecorded(1, (0, 1)))
     database.close()
@@ -74,26 +95,115 @@ def test_what_was_recorded_is_restored(tmp_path: Path) -> None:
     assert found == Restored(
         incarnation=1,
         step=1,
+        told_step=0,
         starts=((1, 0),),
         next_index=7,
         open_indexes=(1, 4, 5, 6),
         trained=((group_of(0), 0), (group_of(2), 0)),
         kept=(0, 1),
         published=((Version(1, 1), "f" * 64),),
+        untold=(Version(1, 1),),
         ends={"trained": 2, "expired": 1},
     )
 
 
-def test_groups_that_were_acknowledged_and_have_not_ended_are_named_with_their_places(
+def test_groups_that_may_be_needed_are_named_with_their_places(tmp_path: Path) -> None:
+    database = a_database(tmp_path)
+    store(database, 6, 5, 4, 3, 2)
+    steps(database, 5, step=1)
+    steps(database, 2, step=2)
+    steps(database, 3, step=3)
+    ends(database, 6, "filtered")
+    with database.transaction():
+        database.checkpoint(CheckpointRecorded(1, (2, 3)))
+    assert database.stored() == [
+        StoredGroup(group_of(4), "l4", "w-1", 0, None, True, a_place()),
+        StoredGroup(group_of(2), "l2", "w-1", 0, 2, False, a_place()),
+        StoredGroup(group_of(3), "l3", "w-1", 0, 3, False, a_place()),
+    ]
+
+
+def test_what_a_record_made_is_untold_until_its_event_was_seen(tmp_path: Path) -> None:
+    database = a_database(tmp_path)
+    version = Version(1, 1)
+    store(database, 0, 1)
+    steps(database, 0, 1, step=0)
+    with database.transaction():
+        database.version(VersionRecorded(version, "f" * 64))
+    ends(database, 1, "trained", 0)
+    assert [(group.id, group.told) for group in database.stored()] == [("g0", False), ("g1", True)]
+    found = restored(database)
+    assert (found.step, found.told_step, found.untold) == (1, 0, (version,))
+    ends(database, 0, "trained", 0)
+    published = {"incarnation": 1, "step": 1, "manifest_digest": "f" * 64}
+    with database.transaction():
+        database.observe("step_completed", {"step": 0}, 0)
+        database.observe("version_published", published, 0)
+    assert all(group.told for group in database.stored())
+    found = restored(database)
+    assert (found.step, found.told_step, found.untold) == (1, 1, ())
+
+
+def test_the_cost_is_that_of_the_newest_step(tmp_path: Path) -> None:
+    database = a_database(tmp_path)
+    with database.transaction():
+        database.step(StepRecorded(1, 0, (group_of(0),), 0.25))
+        database.step(StepRecorded(1, 1, (group_of(1),), 0.5))
+    assert restored(database).cost_usd == 0.5
+
+
+def test_a_rewind_takes_back_what_was_recorded_and_not_told(tmp_path: Path) -> None:
+    database = a_database(tmp_path)
+    store(database, 0)
+    steps(database, 0, step=3)
+    with database.transaction():
+        database.learner(LearnerRecorded(2, 2))
+    found = restored(database)
+    assert (found.step, found.told_step, found.open_indexes) == (2, 2, (0,))
+    assert [group.told for group in database.stored()] == [True]
+
+
+def test_what_is_in_work_is_restored_until_it_is_given_back_stored_or_ended(
     tmp_path: Path,
 ) -> None:
     database = a_database(tmp_path)
-    store(database, 4, 2, 3)
-    steps(database, 2, step=0)
-    assert database.open_places() == [
-        (group_of(3), "l3", "w-1", a_place()),
-        (group_of(4), "l4", "w-1", a_place()),
-    ]
+    leases(database, 0, 1, 2, 3)
+    leases(database, 3, attempt=2)
+    loses(database, 1)
+    loses(database, 3)  # its first lease, known late
+    store(database, 2)
+    assert restored(database).leases == (
+        RestoredLease("l0.1", group_of(0), "w-1", Version(1, 4), 1, 60.0),
+        RestoredLease("l3.2", group_of(3), "w-1", Version(1, 4), 2, 60.0),
+    )
+    assert restored(database).open_indexes == (0, 1, 2, 3)
+    ends(database, 0, "expired")
+    loses(database, 3, attempt=2)
+    assert restored(database).leases == ()
+
+
+def test_a_group_that_is_in_work_again_has_lost_its_earlier_result(tmp_path: Path) -> None:
+    database = a_database(tmp_path)
+    leases(database, 0)
+    store(database, 0)
+    leases(database, 0, attempt=2)
+    assert database.stored() == []
+    assert [lease.id for lease in restored(database).leases] == ["l0.2"]
+    assert database.segments() == set()
+
+
+def test_a_group_that_returned_to_the_queue_has_no_result_and_is_in_nobodys_work(
+    tmp_path: Path,
+) -> None:
+    database = a_database(tmp_path)
+    leases(database, 0)
+    store(database, 0)
+    steps(database, 0, step=3)
+    with database.transaction():
+        database.observe("group_returned", {"group_id": "g0", "to": "queue"}, 0)
+        database.learner(LearnerRecorded(2, 2))
+    found = restored(database)
+    assert (database.stored(), found.leases, found.open_indexes) == ([], (), (0,))
 
 
 def test_applying_again_changes_nothing(tmp_path: Path) -> None:
@@ -110,11 +220,11 @@ def test_a_group_that_a_rewind_returned_is_open_again_and_ends_once_more(tmp_pat
     store(database, 0)
     steps(database, 0, step=3)
     with database.transaction():
-        database.observe("group_returned", {"group_id": "g0"}, 0)
+        database.observe("group_returned", {"group_id": "g0", "to": "buffer"}, 0)
         database.learner(LearnerRecorded(2, 2))
     assert restored(database).open_indexes == (0,)
     assert restored(database).ends == {}
-    assert len(database.open_places()) == 1
+    assert len(database.stored()) == 1
     ends(database, 0, "expired")
     assert restored(database).ends == {"expired": 1}
 
@@ -148,10 +258,26 @@ def test_what_no_checkpoint_can_bring_back_leaves_nothing_but_counts(tmp_path: P
     assert restored(again).ends == {"trained": 99, "expired": 1}
 
 
+def test_what_a_rewind_returns_of_what_was_settled_is_open_again(tmp_path: Path) -> None:
+    database = a_database(tmp_path)
+    store(database, *range(4))
+    for index in range(4):
+        steps(database, index, step=index)
+    with database.transaction():
+        database.checkpoint(CheckpointRecorded(1, (2,)))
+        database.settle()
+        database.learner(LearnerRecorded(2, 2))
+        database.observe("group_returned", {"group_id": "g2", "to": "queue"}, 0)
+        database.observe("group_returned", {"group_id": "g3", "to": "buffer"}, 0)
+    assert restored(database).open_indexes == (2, 3)
+    assert [group.id for group in database.stored()] == ["g3"]
+
+
 def test_the_records_of_an_earlier_release_are_taken_over(tmp_path: Path) -> None:
     earlier = Restored(
         incarnation=2,
         step=5,
+        told_step=5,
         starts=((1, 0), (2, 4)),
         next_index=9,
         open_indexes=(3, 7),

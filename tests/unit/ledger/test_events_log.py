@@ -107,7 +107,7 @@ def test_a_full_disk_is_told_in_one_sentence_and_the_log_still_closes(
     log.open()
     log.write("run_started", {})
     log.flush()
-    monkeypatch.setattr(log, "_file", open("/dev/full", "ab"))  # noqa: SIM115 closed by the log
+    monkeypatch.setattr(log, "_file", open("/dev/full", "ab", buffering=0))  # noqa: SIM115 closed by the log
     log.write("run_finished", {})
     with pytest.raises(Echo2Error, match=r"cannot be written \(No space left on device\)"):
         log.flush()
