@@ -1,0 +1,201 @@
+"""`echo2 worker --join TOKEN`: from one line to a worker that its coordinator knows.
+
+    token -> a seat in the folder (a key of its own, made once) -> enrolled, once -> settings
+
+    DIR/keys/seat-N.key       secret key of this machine's Nth worker of the folder; mode 0600
+    DIR/keys/seat-N.lock      held by the process that is this worker now
+    DIR/seats/seat-N.json     what the coordinator answered to it; mode 0600
+    DIR/workers/NAME/         as with any worker: chunk store, assets
+
+DIR is --run-dir, by default runs/join-ID. The same command again takes the same seat: its key
+is known already, nothing is asked and no use of the token is spent, so it may have expired by
+then. The same command at once on one machine takes the next seat, which enrols for itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Final
+
+import zmq.asyncio
+from pydantic import TypeAdapter, ValidationError
+
+from echo2 import __version__
+from echo2.config import Config
+from echo2.errors import ConfigError, Echo2Error, RefusedError, WaitTimeoutError
+from echo2.join_settings import joined_config
+from echo2.messages import PROTOCOL, Enrol, Enrolled, EnrolRefused, Lane, Message, Role
+from echo2.net.dealer import Dealer
+from echo2.net.join_token import JoinToken
+from echo2.net.keys import KeyPair, check_name, load_or_create_key
+from echo2.net.sockets import close_context, make_context
+from echo2.net.token_book import utc
+from echo2.weights.files import disk_errors, write_whole
+from echo2_workers.identity import Identity, take_locks
+
+SEATS_MAX: Final = 64
+ENROL_TIMEOUT_S: Final = 120.0
+ANSWER_S: Final = 10.0
+"""Without an answer for so long it is asked again."""
+AGAIN_S: Final = 1.0
+_AGAIN: Final = ("busy", "unavailable")
+_ANSWERS: Final = TypeAdapter(Enrolled)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A worker that is about to start. `identity` is released by whoever serves with it."""
+
+    config: Config
+    run_dir: Path
+    identity: Identity
+
+
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    name: str
+    keys: KeyPair
+    record: Path
+    locks: list[IO[str]]
+
+
+def join_run(
+    token_text: str, run_dir: Path | None, *, wanted: str, overrides: Sequence[str]
+) -> Joined:
+    """Enrol if this seat has not yet. Raises ConfigError for what is no token and for settings
+    that cannot be, Echo2Error with the coordinator's reason when it refuses."""
+    token = JoinToken.parse(token_text)
+    run_dir = (run_dir or Path("runs") / f"join-{token.id}").absolute()
+    seat = _take_seat(run_dir)
+    try:
+        enrolled = _earlier_answer(seat, token)
+        if enrolled is None:
+            enrolled = asyncio.run(enrol(token, seat.keys, wanted=wanted))
+            _keep_answer(seat, token, enrolled)
+        config = joined_config(enrolled, overrides)
+        folder = run_dir / "workers" / enrolled.name
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except BaseException:
+        for lock in seat.locks:
+            lock.close()
+        raise
+    return Joined(config, run_dir, Identity(enrolled.name, seat.keys, folder, seat.locks))
+
+
+async def enrol(
+    token: JoinToken, keys: KeyPair, *, wanted: str = "", timeout_s: float = ENROL_TIMEOUT_S
+) -> Enrolled:
+    """Have the public half of `keys` let in by `token`; its secret half stays here. Raises
+    Echo2Error: with the reason when it is refused, with the cause after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    cause = "it did not answer"
+    request = Enrol(
+        protocol=PROTOCOL, echo2_version=__version__, public_key=keys.public, name=_wish(wanted)
+    )
+    context = make_context()
+    try:
+        while (left_s := deadline - time.monotonic()) > 0:
+            answer = await _ask(context, token, request, left_s)
+            if isinstance(answer, Enrolled):
+                return _checked(answer, token)
+            if isinstance(answer, EnrolRefused):
+                cause = f"{answer.text} ({answer.reason})"
+                if answer.reason not in _AGAIN:
+                    raise Echo2Error(f"the coordinator does not let this machine in: {cause}")
+            await asyncio.sleep(AGAIN_S)
+        raise WaitTimeoutError(
+            f"the coordinator at {token.endpoint} was reached, but did not let this machine in "
+            f"within {timeout_s:g} s: {cause}"
+        )
+    finally:
+        await close_context(context)
+
+
+async def _ask(
+    context: zmq.asyncio.Context, token: JoinToken, request: Enrol, timeout_s: float
+) -> Message | None:
+    """One connection: the request is its first message. None without an answer in time."""
+    dealer = Dealer(
+        context,
+        lane=Lane.ENROLMENT,
+        role=Role.WORKER,
+        endpoint=token.endpoint,
+        server_key=token.server_key,
+        keys=token.keys,
+        name=f"token {token.id}",
+        greeting=lambda: request,
+    )
+    await dealer.start()
+    try:
+        await dealer.wait_connected(timeout_s)
+        async with asyncio.timeout(ANSWER_S):
+            return await dealer.receive()
+    except RefusedError:
+        raise Echo2Error(
+            f"the coordinator at {token.endpoint} does not take token {token.id}: it expired (it "
+            f"is good until {utc(token.expires_at)}), was used up ({token.uses} in all) or was "
+            "revoked; make another one there with: echo2 token create"
+        ) from None
+    except TimeoutError:
+        return None
+    finally:
+        await dealer.stop(flush_s=0.0)
+
+
+def _checked(enrolled: Enrolled, token: JoinToken) -> Enrolled:
+    if enrolled.protocol != PROTOCOL or enrolled.server_key != token.server_key:
+        raise Echo2Error(
+            "the coordinator let this machine in, but speaks another protocol or names another "
+            "key than the token; install the same echo2 on both machines, and make a new token"
+        )
+    check_name(enrolled.name)  # a folder gets it
+    return enrolled
+
+
+def _wish(wanted: str) -> str:
+    """A name that the message can carry; what cannot be one is told at once."""
+    try:
+        Enrol(protocol=PROTOCOL, echo2_version="", public_key="0" * 40, name=wanted)
+    except ValidationError:
+        raise ConfigError(
+            f"--name {wanted}: 1 to 64 of the characters A-Z a-z 0-9 _ - and (not first) . are "
+            "allowed; it is heeded if it begins with the token's prefix, for example joined-a100"
+        ) from None
+    return wanted
+
+
+def _take_seat(run_dir: Path) -> _Seat:
+    """The first that no process holds; its key is made if it has none yet."""
+    keys_dir, seats = run_dir / "keys", run_dir / "seats"
+    with disk_errors("making the folder of this worker", run_dir):
+        for folder in (keys_dir, seats):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for number in range(1, SEATS_MAX + 1):
+            name = f"seat-{number}"
+            locks = take_locks([keys_dir], name)
+            if locks is not None:
+                keys = load_or_create_key(keys_dir / f"{name}.key")
+                return _Seat(name, keys, seats / f"{name}.json", locks)
+    raise ConfigError(f"{SEATS_MAX} workers of {run_dir} run already; give another --run-dir")
+
+
+def _earlier_answer(seat: _Seat, token: JoinToken) -> Enrolled | None:
+    """What was answered to this seat's key, by this token; None if it has yet to enrol."""
+    try:
+        found = json.loads(seat.record.read_text(encoding="utf-8"))
+        if found["token"] != token.id or found["public_key"] != seat.keys.public:
+            return None
+        return _checked(_ANSWERS.validate_python(found["answer"]), token)
+    except (FileNotFoundError, ValueError, KeyError, TypeError, Echo2Error):
+        return None  # asked again, which costs nothing: the key is known there
+
+
+def _keep_answer(seat: _Seat, token: JoinToken, enrolled: Enrolled) -> None:
+    found = {"token": token.id, "public_key": seat.keys.public, "answer": asdict(enrolled)}
+    with disk_errors("keeping the coordinator's answer", seat.record.parent):
+        write_whole(seat.record, json.dumps(found).encode(), mode=0o600)
