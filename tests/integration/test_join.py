@@ -38,6 +38,8 @@ group_size = 2
 
 [heartbeat]
 interval_s = 0.2
+suspect_s = 2.0
+gone_s = 5.0
 
 [worker]
 engine = "null"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from echo2.learner_client import LearnerClient
@@ -12,6 +13,7 @@ from echo2.messages import (
     LeaseGranted,
     ManifestRequest,
     Message,
+    RelayPeers,
     VersionAnnounced,
     VersionInstalled,
     VersionPublished,
@@ -20,7 +22,7 @@ from echo2.messages import (
 from echo2.net.dealer import Dealer
 from echo2.types import Task, Version
 
-from .ground import Ground, a_ground, an_origin, answer_of, until
+from .ground import Ground, a_ground, a_hello, an_origin, answer_of, until
 
 V0 = Version(1, 0)
 
@@ -124,6 +126,24 @@ async def test_a_name_that_went_to_another_key_is_the_other_s_alone(tmp_path: Pa
         await ground.counts("revoked")
         assert old.counters["received"] == served
         assert ground.state()["workers"] == ["w-1"]
+
+
+async def test_the_other_workers_relays_are_told_of_a_revoked_key(tmp_path: Path) -> None:
+    async with a_ground(tmp_path) as ground:
+        controls = []
+        for name in ("w-1", "w-2"):
+            keys = ground.a_peer(name)
+            controls.append(await ground.gets_in(Lane.CONTROL, keys))
+            assert controls[-1].send(replace(a_hello(name), relay_key=keys.public))
+        known = await hears(controls[1], RelayPeers)
+        assert isinstance(known, RelayPeers)
+        while [peer.name for peer in known.peers] != ["w-1", "w-2"]:
+            known = await hears(controls[1], RelayPeers)
+            assert isinstance(known, RelayPeers)
+        revoke(ground, "w-1")
+        known = await hears(controls[1], RelayPeers)
+        assert isinstance(known, RelayPeers)
+        assert [peer.name for peer in known.peers] == ["w-2"]
 
 
 async def test_the_origin_serves_a_revoked_key_nothing(tmp_path: Path) -> None:

@@ -1,15 +1,15 @@
 """`echo2 worker --join TOKEN`: from one line to a worker that its coordinator knows.
 
-    token -> a seat in the folder (a key of its own, made once) -> enrolled, once -> settings
+    token -> a berth in the folder (a key of its own, made once) -> enrolled, once -> settings
 
-    DIR/keys/seat-N.key       secret key of this machine's Nth worker of the folder; mode 0600
-    DIR/keys/seat-N.lock      held by the process that is this worker now
-    DIR/seats/seat-N.json     what the coordinator answered to it; mode 0600
+    DIR/keys/berth-N.key      secret key of this machine's Nth worker of the folder; mode 0600
+    DIR/keys/berth-N.lock     held by the process that is this worker now
+    DIR/berths/berth-N.json   what the coordinator answered to it; mode 0600
     DIR/workers/NAME/         as with any worker: chunk store, assets
 
-DIR is --run-dir, by default runs/join-ID. The same command again takes the same seat: its key
+DIR is --run-dir, by default runs/join-ID. The same command again takes the same berth: its key
 is known already, nothing is asked and no use of the token is spent, so it may have expired by
-then. The same command at once on one machine takes the next seat, which enrols for itself.
+then. The same command at once on one machine takes the next berth, which enrols for itself.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Final
 
+import structlog
 import zmq.asyncio
 from pydantic import TypeAdapter, ValidationError
 
@@ -38,7 +39,9 @@ from echo2.net.token_book import utc
 from echo2.weights.files import disk_errors, write_whole
 from echo2_workers.identity import Identity, take_locks
 
-SEATS_MAX: Final = 64
+log = structlog.get_logger(__name__)
+
+BERTHS_MAX: Final = 64
 ENROL_TIMEOUT_S: Final = 120.0
 ANSWER_S: Final = 10.0
 """Without an answer for so long it is asked again."""
@@ -57,7 +60,7 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seat:
+class _Berth:
     name: str
     keys: KeyPair
     record: Path
@@ -67,24 +70,25 @@ class _Seat:
 def join_run(
     token_text: str, run_dir: Path | None, *, wanted: str, overrides: Sequence[str]
 ) -> Joined:
-    """Enrol if this seat has not yet. Raises ConfigError for what is no token and for settings
+    """Enrol if this berth has not yet. Raises ConfigError for what is no token and for settings
     that cannot be, Echo2Error with the coordinator's reason when it refuses."""
     token = JoinToken.parse(token_text)
     run_dir = (run_dir or Path("runs") / f"join-{token.id}").absolute()
-    seat = _take_seat(run_dir)
+    berth = _take_berth(run_dir)
     try:
-        enrolled = _earlier_answer(seat, token)
+        enrolled = _earlier_answer(berth, token)
         if enrolled is None:
-            enrolled = asyncio.run(enrol(token, seat.keys, wanted=wanted))
-            _keep_answer(seat, token, enrolled)
+            enrolled = asyncio.run(enrol(token, berth.keys, wanted=wanted))
+            _keep_answer(berth, token, enrolled)
+            log.info("worker_enrolled", worker=enrolled.name, token=token.id, folder=str(run_dir))
         config = joined_config(enrolled, overrides)
         folder = run_dir / "workers" / enrolled.name
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except BaseException:
-        for lock in seat.locks:
+        for lock in berth.locks:
             lock.close()
         raise
-    return Joined(config, run_dir, Identity(enrolled.name, seat.keys, folder, seat.locks))
+    return Joined(config, run_dir, Identity(enrolled.name, berth.keys, folder, berth.locks))
 
 
 async def enrol(
@@ -169,33 +173,33 @@ def _wish(wanted: str) -> str:
     return wanted
 
 
-def _take_seat(run_dir: Path) -> _Seat:
+def _take_berth(run_dir: Path) -> _Berth:
     """The first that no process holds; its key is made if it has none yet."""
-    keys_dir, seats = run_dir / "keys", run_dir / "seats"
+    keys_dir, berths = run_dir / "keys", run_dir / "berths"
     with disk_errors("making the folder of this worker", run_dir):
-        for folder in (keys_dir, seats):
+        for folder in (keys_dir, berths):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for number in range(1, SEATS_MAX + 1):
-            name = f"seat-{number}"
+        for number in range(1, BERTHS_MAX + 1):
+            name = f"berth-{number}"
             locks = take_locks([keys_dir], name)
             if locks is not None:
                 keys = load_or_create_key(keys_dir / f"{name}.key")
-                return _Seat(name, keys, seats / f"{name}.json", locks)
-    raise ConfigError(f"{SEATS_MAX} workers of {run_dir} run already; give another --run-dir")
+                return _Berth(name, keys, berths / f"{name}.json", locks)
+    raise ConfigError(f"{BERTHS_MAX} workers of {run_dir} run already; give another --run-dir")
 
 
-def _earlier_answer(seat: _Seat, token: JoinToken) -> Enrolled | None:
-    """What was answered to this seat's key, by this token; None if it has yet to enrol."""
+def _earlier_answer(berth: _Berth, token: JoinToken) -> Enrolled | None:
+    """What was answered to this berth's key, by this token; None if it has yet to enrol."""
     try:
-        found = json.loads(seat.record.read_text(encoding="utf-8"))
-        if found["token"] != token.id or found["public_key"] != seat.keys.public:
+        found = json.loads(berth.record.read_text(encoding="utf-8"))
+        if found["token"] != token.id or found["public_key"] != berth.keys.public:
             return None
         return _checked(_ANSWERS.validate_python(found["answer"]), token)
     except (FileNotFoundError, ValueError, KeyError, TypeError, Echo2Error):
         return None  # asked again, which costs nothing: the key is known there
 
 
-def _keep_answer(seat: _Seat, token: JoinToken, enrolled: Enrolled) -> None:
-    found = {"token": token.id, "public_key": seat.keys.public, "answer": asdict(enrolled)}
-    with disk_errors("keeping the coordinator's answer", seat.record.parent):
-        write_whole(seat.record, json.dumps(found).encode(), mode=0o600)
+def _keep_answer(berth: _Berth, token: JoinToken, enrolled: Enrolled) -> None:
+    found = {"token": token.id, "public_key": berth.keys.public, "answer": asdict(enrolled)}
+    with disk_errors("keeping the coordinator's answer", berth.record.parent):
+        write_whole(berth.record, json.dumps(found).encode(), mode=0o600)

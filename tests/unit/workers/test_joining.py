@@ -1,4 +1,4 @@
-"""The seat of a machine that joined: made once, taken again, never by two."""
+"""The berth of a machine that joined: made once, taken again, never by two."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_another_token_enrols_the_same_key_again(
 def test_secrets_are_for_their_owner_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Coordinator(monkeypatch)
     join_run(a_token().text(), tmp_path, wanted="", overrides=()).identity.release()
-    for path in (tmp_path / "keys" / "seat-1.key", tmp_path / "seats" / "seat-1.json"):
+    for path in (tmp_path / "keys" / "berth-1.key", tmp_path / "berths" / "berth-1.json"):
         assert path.stat().st_mode & 0o077 == 0
 
 
@@ -103,13 +103,13 @@ def test_an_answer_that_was_torn_is_asked_for_again(
 ) -> None:
     coordinator, token = Coordinator(monkeypatch), a_token().text()
     join_run(token, tmp_path, wanted="", overrides=()).identity.release()
-    (tmp_path / "seats" / "seat-1.json").write_text("{")
+    (tmp_path / "berths" / "berth-1.json").write_text("{")
     coordinator.keys.clear()
     join_run(token, tmp_path, wanted="", overrides=()).identity.release()
     assert len(coordinator.keys) == 1
 
 
-def test_a_seat_is_free_again_when_nothing_came_of_it(
+def test_a_berth_is_free_again_when_nothing_came_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Coordinator(monkeypatch)
@@ -127,7 +127,7 @@ def test_a_name_that_leads_out_of_the_folder_is_not_taken_from_anyone(
     Coordinator(monkeypatch, name="")
     with pytest.raises(Echo2Error, match="cannot name a peer"):
         join_run(a_token().text(), tmp_path / "here", wanted="", overrides=())
-    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["keys", "seats"]
+    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["berths", "keys"]
 
 
 @pytest.mark.parametrize("name", ["../x", "a b", ".hidden", "x" * 65, "ä"])
