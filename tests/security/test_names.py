@@ -9,10 +9,10 @@ import zmq
 from echo2 import wire
 from echo2.messages import (
     PROTOCOL,
+    BatchRequest,
     Goodbye,
     Lane,
     LearnerHello,
-    StepCompleted,
 )
 
 from .ground import a_ground, a_hello, until
@@ -49,12 +49,12 @@ async def test_a_routing_id_and_metadata_of_somebody_else_change_nothing(tmp_pat
 
 async def test_a_worker_cannot_speak_as_the_learner(tmp_path: Path) -> None:
     hello = LearnerHello(protocol=PROTOCOL, echo2_version="0", name="learner", resume_step=0)
-    done = StepCompleted(incarnation=1, step=0, train_s=0, wait_s=0, mismatch={})
+    asks = BatchRequest(incarnation=1, step=0)
     async with a_ground(tmp_path) as ground:
         keys = ground.a_peer("w-1")
         with ground.unchanged():
             raw = ground.raw(ground.endpoints[Lane.CONTROL], keys)
-            for message in (hello, done):
+            for message in (hello, asks):
                 raw.send_multipart(wire.encode(message))
             await ground.counts("wrong_sender", 2)
             assert not raw.poll(0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from echo2 import wire
-from echo2.messages import Enrolled, EnrolRefused, Lane, Role
+from echo2.messages import PROTOCOL, Enrolled, EnrolRefused, Lane, Role
 from echo2.net.auth import KeyPair
 from echo2.net.token_book import RETRY_S
 
@@ -163,7 +163,7 @@ async def test_nothing_but_a_request_is_taken_on_the_enrolment_socket(tmp_path: 
         _, token = ground.a_token(now=time.time())
         raw = ground.raw(ground.endpoints[Lane.ENROLMENT], token)
         refused = Enrolled(
-            protocol=1,
+            protocol=PROTOCOL,
             name="w",
             run_id="",
             control="",
@@ -189,7 +189,7 @@ async def test_a_wanted_name_that_leads_out_of_the_folder_is_refused_unread(
         _, token = ground.a_token(now=time.time())
         raw = ground.raw(ground.endpoints[Lane.ENROLMENT], token)
         fields = {
-            "protocol": 1,
+            "protocol": PROTOCOL,
             "echo2_version": "0",
             "public_key": KeyPair.generate().public,
             "name": name,
