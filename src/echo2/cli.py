@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from echo2 import __version__
+from echo2.cli_access import keys_app, token_app
+from echo2.cli_options import (
+    ConfigArgument,
+    JsonOption,
+    OptionalConfigArgument,
+    ResumeOption,
+    RunDirOption,
+    SetOption,
+    call_command,
+)
 from echo2.errors import ConfigError, Echo2Error, FencedError
 from echo2.net.child import PARENT_VARIABLE, die_with_parent
 
@@ -32,24 +41,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file of the run.")]
-RunDirOption = Annotated[
-    Path | None,
-    typer.Option("--run-dir", metavar="DIR", help="Run folder; by default run.dir/run.name."),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Override one setting, e.g. --set learner.steps=20; may be repeated.",
-    ),
-]
-ResumeOption = Annotated[
-    bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run folder.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print facts as JSON.")]
+app.add_typer(token_app, name="token")
+app.add_typer(keys_app, name="keys")
 
 
 @app.command()
@@ -60,7 +53,7 @@ def run(
     resume: ResumeOption = False,
 ) -> None:
     """The whole system on this machine: coordinator, origin, learner and local workers."""
-    _command("run", config, run_dir, settings or [], resume=resume)
+    call_command("run", config, run_dir, settings or [], resume=resume)
 
 
 @app.command()
@@ -68,7 +61,7 @@ def coordinator(
     config: ConfigArgument, run_dir: RunDirOption = None, settings: SetOption = None
 ) -> None:
     """The coordinator: hands out work, keeps rollouts, bounds staleness."""
-    _command("coordinator", config, run_dir, settings or [])
+    call_command("coordinator", config, run_dir, settings or [])
 
 
 @app.command()
@@ -91,7 +84,7 @@ def learner(
     ] = None,
 ) -> None:
     """The learner; starts the origin too when none serves the run folder."""
-    _command(
+    call_command(
         "learner",
         config,
         run_dir,
@@ -104,15 +97,29 @@ def learner(
 
 @app.command()
 def worker(
-    config: ConfigArgument,
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="TOML file of the run, or --join.")
+    ] = None,
     run_dir: RunDirOption = None,
     settings: SetOption = None,
     name: Annotated[
         str, typer.Option("--name", help="Name in logs and records; by default worker.name.")
     ] = "",
+    join: Annotated[
+        str,
+        typer.Option(
+            "--join",
+            metavar="TOKEN",
+            help="Instead of CONFIG: the line that `echo2 token create` made, by default what "
+            "ECHO2_JOIN_TOKEN holds. Keeps its key in --run-dir, by default runs/join-ID.",
+        ),
+    ] = "",
 ) -> None:
     """A worker daemon: samples rollouts and scores them."""
-    _command("worker", config, run_dir, settings or [], name=name)
+    join = join or ("" if config else os.environ.get("ECHO2_JOIN_TOKEN", ""))
+    if bool(config) == bool(join):
+        raise typer.BadParameter("give either a CONFIG or --join TOKEN", param_hint="CONFIG")
+    call_command("worker", config, run_dir, settings or [], name=name, join=join)
 
 
 @app.command()
@@ -120,7 +127,7 @@ def origin(
     config: ConfigArgument, run_dir: RunDirOption = None, settings: SetOption = None
 ) -> None:
     """The origin: serves published versions; outlives a learner's restart."""
-    _command("origin", config, run_dir, settings or [])
+    call_command("origin", config, run_dir, settings or [])
 
 
 @app.command()
@@ -128,10 +135,7 @@ def publish(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL_DIR", help="Folder of *.safetensors files.")
     ],
-    config: Annotated[
-        Path | None,
-        typer.Argument(metavar="[CONFIG]", help="TOML file; by default that of the run folder."),
-    ] = None,
+    config: OptionalConfigArgument = None,
     run_dir: RunDirOption = None,
     settings: SetOption = None,
     coordinator: Annotated[
@@ -165,7 +169,7 @@ def publish(
     as_json: JsonOption = False,
 ) -> None:
     """Spread a folder of safetensors over the fleet, without a learner."""
-    _command(
+    call_command(
         "publish",
         model,
         config,
@@ -198,7 +202,7 @@ def check(
     """Validate a configuration; print it resolved, and what follows from it."""
     if config is None and not schema:
         raise typer.BadParameter("give a CONFIG, or --schema", param_hint="CONFIG")
-    _command("check", config, run_dir, settings or [], as_json=as_json, schema=schema)
+    call_command("check", config, run_dir, settings or [], as_json=as_json, schema=schema)
 
 
 @app.command()
@@ -214,7 +218,7 @@ def status(
     as_json: JsonOption = False,
 ) -> None:
     """The state of a run now, from its coordinator."""
-    _command("status", run_dir, url=url, token=token, as_json=as_json)
+    call_command("status", run_dir, url=url, token=token, as_json=as_json)
 
 
 @app.command()
@@ -234,7 +238,7 @@ def rollouts(
     if best and worst:
         raise typer.BadParameter("give one of --best and --worst", param_hint="--best")
     order = "best" if best else "worst" if worst else "batch"
-    _command("rollouts", run_dir, step=step, order=order, limit=limit, as_json=as_json)
+    call_command("rollouts", run_dir, step=step, order=order, limit=limit, as_json=as_json)
 
 
 @app.command()
@@ -243,7 +247,7 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """Recompute the promises from a run's records; exit 0 only if all hold."""
-    _command("verify", run_dir, as_json=as_json)
+    call_command("verify", run_dir, as_json=as_json)
 
 
 @app.command()
@@ -271,7 +275,7 @@ def simulate(
         raise typer.BadParameter("give --chaos, the simulation that there is", param_hint="--chaos")
     from echo2.sim.chaos import HOURS
 
-    _command(
+    call_command(
         "simulate",
         range(seed, seed + count),
         HOURS if hours is None else hours,
@@ -289,7 +293,7 @@ def setup(
     ] = Path(".venv-vllm"),
 ) -> None:
     """Make a virtual environment in which workers run vLLM on a CPU."""
-    _command("setup", target, folder)
+    call_command("setup", target, folder)
 
 
 def _version(wanted: bool) -> None:
@@ -306,13 +310,6 @@ def _root(
     ] = False,
 ) -> None:
     pass
-
-
-def _command(module: str, /, *arguments: Any, **options: Any) -> None:
-    """Import the command's module, run it, and leave with its exit code."""
-    code = import_module(f"echo2.commands.{module}").main(*arguments, **options)
-    if code:
-        raise typer.Exit(int(code))
 
 
 def main() -> None:

@@ -316,6 +316,8 @@ class NetTable(Table):
     rollouts_port: Annotated[int, Field(ge=0, le=65535)] = 0
     origin_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """0: any free port; peers on this machine read it from the run folder."""
+    join_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port on which machines with a join token enrol (`echo2 token create`)."""
     coordinator: str = ""
     """"tcp://HOST:PORT" of the control socket, for daemons on other machines."""
     coordinator_rollouts: str = ""

@@ -143,6 +143,7 @@ def _ports(c: Config) -> str | None:
         "net.control_port": c.net.control_port,
         "net.rollouts_port": c.net.rollouts_port,
         "net.origin_port": c.net.origin_port,
+        "net.join_port": c.net.join_port,
     }
     if c.http.enabled and c.http.host == c.net.host:
         ports["http.port"] = c.http.port
@@ -326,7 +327,14 @@ RULES: Final = (
     ),
     Rule(
         "net",
-        ("net.control_port", "net.rollouts_port", "net.origin_port", "http.port", "http.host"),
+        (
+            "net.control_port",
+            "net.rollouts_port",
+            "net.origin_port",
+            "net.join_port",
+            "http.port",
+            "http.host",
+        ),
         _ports,
     ),
     Rule(

@@ -5,7 +5,7 @@ A message is a frozen dataclass, validated when it is made and again when it is 
 marked `Frame`, in the order of the class. `docs/protocol.md` is generated from this module.
 
 Lanes never queue behind each other: CONTROL (small, latency matters), ROLLOUTS (groups, up
-to megabytes), CHUNKS (weights).
+to megabytes), CHUNKS (weights). ENROLMENT is for those who have a join token and no name yet.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from echo2.types import (
     LinkReport,
     Mbit,
     Name,
+    PublicKey,
     Real,
     RelayPeer,
     Sampling,
@@ -54,12 +55,14 @@ STRIPES_MAX: Final = 256
 DELTA_PATH_MAX: Final = 16
 STORED_MAX: Final = 8
 WORKERS_MAX: Final = 10_000
+JOIN_SETTINGS_MAX: Final = 256 << 10
 
 
 class Lane(enum.StrEnum):
     CONTROL = "control"
     ROLLOUTS = "rollouts"
     CHUNKS = "chunks"
+    ENROLMENT = "enrolment"
 
 
 class Role(enum.StrEnum):
@@ -120,7 +123,7 @@ def frame_fields(cls: type[Message]) -> tuple[tuple[str, int], ...]:
     return tuple(found)
 
 
-_C, _R, _B = Lane.CONTROL, Lane.ROLLOUTS, Lane.CHUNKS
+_C, _R, _B, _E = Lane.CONTROL, Lane.ROLLOUTS, Lane.CHUNKS, Lane.ENROLMENT
 TokenFrame = Annotated[bytes, Frame(GROUP_FRAME_MAX_BYTES)]
 SmallFrame = Annotated[bytes, Frame(1 << 20)]
 LeaseKind = Literal["train", "eval"]
@@ -393,6 +396,47 @@ class Shutdown(Message):
 
     reason: Text
     finished: bool
+
+
+# --------------------------------------------------- a machine with a join token <-> coordinator
+
+
+@message(_E, "worker", "coordinator")
+class Enrol(Message):
+    """Let the holder of `public_key` in as a worker. The connection's own key is the token's;
+    the secret of this one stays where it was made. `name` is a wish, "" for none. Sent until it
+    is answered: a key that is in already gets the same answer and uses up nothing."""
+
+    protocol: Annotated[int, Field(ge=0, le=2**31)]
+    echo2_version: Text
+    public_key: PublicKey
+    name: Annotated[
+        str, Field(strict=True, max_length=64, pattern=r"^([A-Za-z0-9_-][A-Za-z0-9_.-]*)?$")
+    ] = ""
+
+
+@message(_E, "coordinator", "worker")
+class Enrolled(Message):
+    """The key is on the allow-list, as `name`, durably: say hello at `control` and `rollouts`,
+    where `server_key` answers. `settings` is JSON of those settings of the run that its workers
+    share, "table.key" to value (`echo2.join_settings`); data, never code."""
+
+    protocol: Annotated[int, Field(ge=0, le=2**31)]
+    name: Name
+    run_id: Annotated[str, Field(max_length=64)]
+    control: Endpoint
+    rollouts: Endpoint
+    server_key: PublicKey
+    settings: Annotated[str, Field(max_length=JOIN_SETTINGS_MAX)]
+
+
+@message(_E, "coordinator", "worker")
+class EnrolRefused(Message):
+    """The key is not let in. `reason`: token_unknown, token_expired, token_used_up, name_taken,
+    key_taken, revoked, protocol, busy or unavailable; only the last two are worth another try."""
+
+    reason: Name
+    text: Text
 
 
 # --------------------------------------------------------------- learner <-> coordinator

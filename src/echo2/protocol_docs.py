@@ -38,6 +38,8 @@ _LANE_TEXTS: Final = {
     Lane.ROLLOUTS: "finished groups and their acknowledgements, up to megabytes each. ROUTER "
     "at the coordinator.",
     Lane.CHUNKS: "manifests and chunks of versions and assets. ROUTER at the origin.",
+    Lane.ENROLMENT: "for machines that hold a join token and have no name yet. ROUTER at the "
+    "coordinator, in an authentication domain of its own.",
 }
 _CONVERSATIONS: Final = {
     "Worker and coordinator": Role.WORKER,
@@ -51,6 +53,7 @@ _LIMITS: Final = (
     ("GROUP_FRAME_MAX_BYTES", "largest frame of a group"),
     ("MANIFEST_MAX_BYTES", "largest manifest"),
     ("LEASES_PER_PEER_MAX", "most leases that one peer may hold or name"),
+    ("JOIN_SETTINGS_MAX", "longest settings of an enrolled worker, in characters"),
 )
 
 
@@ -297,6 +300,7 @@ def _alias_text(name: str) -> str:
         "Digest": "BLAKE3 of 32 bytes in lower-case hexadecimal",
         "Endpoint": "address of a socket; empty: none",
         "ServerKey": "public CURVE key (z85); empty: none",
+        "PublicKey": "public CURVE key (z85)",
         "LeaseName": "id of a lease",
         "GroupName": "id of a group",
     }.get(name, "")

@@ -30,13 +30,22 @@ from typing import Any, Final
 import structlog
 
 from echo2.config import Config, config_to_toml
+from echo2.coordinator_sockets import CoordinatorSockets
 from echo2.core.coordinator import CoordinatorState
 from echo2.core.effects import DeliverGroup, Effect, Emit, Finish, Persist, ProbeRelay, Send
-from echo2.core.events import Event, Persisted, Received, RelayProbed, StopRequested, Tick
+from echo2.core.events import (
+    Event,
+    KeyRevoked,
+    Persisted,
+    Received,
+    RelayProbed,
+    StopRequested,
+    Tick,
+)
 from echo2.core.settings import CoordinatorSettings
 from echo2.core.status import status as core_status
 from echo2.embedding import EmbeddedLearner, Tensors
-from echo2.errors import ConfigError, ProtocolError, RemoteProtocolError
+from echo2.errors import ConfigError, RemoteProtocolError
 from echo2.frames import frames_problem
 from echo2.http_api import HttpApi
 from echo2.learner_client import Batch
@@ -46,18 +55,14 @@ from echo2.messages import (
     BatchGroup,
     Goodbye,
     GroupResult,
-    Lane,
     LaneOpened,
     LeaseFailed,
     Message,
     Refused,
-    Role,
     VersionPublished,
 )
 from echo2.metrics import CoordinatorMetrics
-from echo2.net.auth import AllowList, Authenticator, KeyPair, load_or_create_key
 from echo2.net.probe import probe_endpoint
-from echo2.net.router import Router
 from echo2.net.sockets import close_context, make_context
 from echo2.net.tasks import LoopLag, OwnedTasks
 from echo2.types import PeerId, Task, Version
@@ -132,7 +137,6 @@ class Coordinator:
         self._metrics = CoordinatorMetrics()
         self._lag = LoopLag()
         self._context = make_context()
-        self._allow_list: AllowList | None = None
         self._tasks = OwnedTasks("coordinator")
         self._finished = asyncio.Event()
         self._finish: Finish | None = None
@@ -201,8 +205,7 @@ class Coordinator:
         self._tasks.start(self._ticks(), name="ticks")
         self._tasks.start(self._lag.run(), name="lag")
         self._tasks.start(self._ledger.wait(), name="ledger")
-        for router in (self._control, self._rollouts):
-            self._tasks.start(router.wait(), name="router")
+        self._tasks.start(self._sockets.wait(), name="sockets")
         self.feed(Tick())
         write_whole(
             self.run_dir / "coordinator.json",
@@ -211,6 +214,7 @@ class Coordinator:
                     "run_id": self.run_id,
                     "control": self.control_endpoint,
                     "rollouts": self.rollouts_endpoint,
+                    "join": self._sockets.join_endpoint,
                     "http": self.http_url,
                     "public_key": self.public_key,
                     "pid": os.getpid(),
@@ -232,36 +236,19 @@ class Coordinator:
         return uuid.uuid4().hex[:16]
 
     async def _listen(self) -> None:
-        net = self.config.net
-        keys: KeyPair | None = None
-        if net.curve:
-            folder = Path(net.keys_dir) if net.keys_dir else self.run_dir / "keys"
-            keys = load_or_create_key(folder / "coordinator.key")
-            self.public_key = keys.public
-            self._allow_list = AllowList(folder / "authorized")
-            authenticator = Authenticator(self._context, self._allow_list)
-            await authenticator.start()
-            self._exit.push_async_callback(authenticator.stop)
-            self.own(authenticator.wait(), name="authenticator")
-        self._control = await self._bind(Lane.CONTROL, net.control_port, keys)
-        self._rollouts = await self._bind(Lane.ROLLOUTS, net.rollouts_port, keys)
-        self.control_endpoint = self._control.endpoint
-        self.rollouts_endpoint = self._rollouts.endpoint
-
-    async def _bind(self, lane: Lane, port: int, keys: KeyPair | None) -> Router:
-        router = Router(
+        self._sockets = CoordinatorSockets(
             self._context,
-            lane=lane,
-            role=Role.COORDINATOR,
-            bind=f"tcp://{self.config.net.host}:{port or '*'}",
-            keys=keys,
+            self.config,
+            self.run_dir,
             on_message=self._on_message,
-            on_refused=self._on_refused,
-            client_roles=_client_roles,
+            on_revoked=lambda peer: self.feed(KeyRevoked(peer)),
+            on_event=self._on_socket_event,
         )
-        await router.start()
-        self._exit.push_async_callback(router.stop)
-        return router
+        self._exit.push_async_callback(self._sockets.stop)
+        await self._sockets.start(self.run_id)
+        self.public_key = self._sockets.public_key
+        self.control_endpoint = self._sockets.control_endpoint
+        self.rollouts_endpoint = self._sockets.rollouts_endpoint
 
     async def _serve_http(self) -> None:
         http = self.config.http
@@ -347,7 +334,7 @@ class Coordinator:
         return found
 
     def _all_refused(self) -> Counter[str]:
-        return self.refused + self._control.refused + self._rollouts.refused
+        return self.refused + self._sockets.refused
 
     def _render_metrics(self) -> bytes:
         return self._metrics.render(
@@ -407,15 +394,17 @@ class Coordinator:
                 lease=message.lease, group=message.group, stage="engine", text=problem
             )
         if not isinstance(message, LaneOpened):
-            key = None if self._allow_list is None else self._allow_list.key_of(peer)
-            self.feed(Received(peer, message, key))
+            self.feed(Received(peer, message, self._sockets.key_of(peer)))
 
-    def _on_refused(self, peer: PeerId | None, error: ProtocolError) -> None:
-        log.warning("message_refused", peer=peer, reason=error.reason, text=str(error))
+    def _on_socket_event(self, event: str, fields: dict[str, Any]) -> None:
+        """Between the run's own first and last event."""
+        if self._core.started_at is not None and self._finish is None:
+            self._carry_out([Emit(event, fields)])
 
     async def _ticks(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            self._sockets.look_at_keys()
             self.feed(Tick())
 
     # ----------------------------------------------------------------------- effects
@@ -454,8 +443,7 @@ class Coordinator:
             if self._local is not None:
                 asyncio.get_running_loop().call_soon(self._local, message)
             return
-        router = self._rollouts if message.LANE is Lane.ROLLOUTS else self._control
-        router.send(peer, message)
+        self._sockets.send(peer, message)
 
 
 @contextlib.contextmanager
@@ -490,12 +478,6 @@ def _batch_group(effect: DeliverGroup) -> BatchGroup:
         logprobs=payload.logprobs,
         loss_mask=payload.loss_mask,
     )
-
-
-def _client_roles(peer: PeerId) -> frozenset[Role]:
-    """A key named learner or learner-N learns; every other samples."""
-    is_learner = peer == "learner" or peer.startswith("learner-")
-    return frozenset({Role.LEARNER if is_learner else Role.WORKER})
 
 
 def _default_run_dir(config: Config) -> Path:

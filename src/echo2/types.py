@@ -36,6 +36,10 @@ Digest = Annotated[str, Field(strict=True, pattern=r"^[0-9a-f]{64}$")]
 """BLAKE3 of 32 bytes in lower-case hexadecimal."""
 Endpoint = Annotated[str, Field(strict=True, max_length=256, pattern=r"^(tcp://[^\s*]+:\d+)?$")]
 ServerKey = Annotated[str, Field(strict=True, max_length=40, pattern=r"^(.{40})?$")]
+PublicKey = Annotated[
+    str, Field(strict=True, pattern=r"^[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}$")
+]
+"""A CURVE key in z85."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

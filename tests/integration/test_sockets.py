@@ -296,6 +296,60 @@ def test_a_revoked_key_is_ignored_at_once_and_refused_at_its_next_handshake(
     with_net(scenario, tmp_path)
 
 
+def test_a_revoked_peer_is_forgotten_while_nothing_comes_in(tmp_path: Path) -> None:
+    async def scenario(net: Net) -> None:
+        gone: list[PeerId] = []
+        router = await net.router(on_gone=gone.append)
+        dealer = await net.dealer(router, "w-1")
+        await dealer.wait_connected(10)
+        await until(lambda: router.knows(PeerId("w-1")))
+        (net.allow_list.folder / "w-1.pub").unlink()  # as another process would
+        await until(lambda: gone)
+        assert gone == ["w-1"]
+        assert not router.knows(PeerId("w-1"))
+        assert net.got == []
+
+    with_net(scenario, tmp_path)
+
+
+def test_what_is_for_a_name_that_moved_to_another_key_does_not_go_to_the_old_one(
+    tmp_path: Path,
+) -> None:
+    async def scenario(net: Net) -> None:
+        router = await net.router()
+        old = await net.dealer(router, "w-1")
+        await until(lambda: router.knows(PeerId("w-1")))
+        keys = net.key_for("w-1")
+        await until(lambda: not router.knows(PeerId("w-1")))
+        assert not router.send(PeerId("w-1"), HeartbeatEcho(sequence=1))
+        new = await net.dealer(router, "w-1", keys=keys)
+        await until(lambda: router.knows(PeerId("w-1")))
+        assert router.send(PeerId("w-1"), HeartbeatEcho(sequence=2))
+        assert await new.receive() == HeartbeatEcho(sequence=2)
+        assert old.counters["received"] == 0
+
+    with_net(scenario, tmp_path)
+
+
+def test_the_oldest_of_too_many_peers_gives_its_place_where_that_is_wanted(tmp_path: Path) -> None:
+    async def scenario(net: Net) -> None:
+        full = await net.router(peers_max=2)
+        kind = await net.router(peers_max=2, forgets_oldest=True)
+        for name in ("w-1", "w-2", "w-3"):
+            keys = net.key_for(name)
+            for router in (full, kind):
+                before = router.counters["connections"] + router.refused.total()
+                await net.dealer(router, name, keys=keys)
+                await until(
+                    lambda: router.counters["connections"] + router.refused.total() > before  # noqa: B023
+                )
+        assert full.refused == Counter(too_many_peers=1)
+        assert full.peers() == ("w-1", "w-2")
+        assert kind.peers() == ("w-2", "w-3")
+
+    with_net(scenario, tmp_path)
+
+
 def test_a_name_that_moved_to_another_key_does_not_keep_the_old_connection(
     tmp_path: Path,
 ) -> None:

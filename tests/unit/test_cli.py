@@ -59,13 +59,32 @@ def a_config(tmp_path: Path) -> Path:
 def test_help_names_every_command(echo2: Echo2) -> None:
     answer = echo2("--help")
     assert answer.code == 0
-    assert all(f" {name} " in answer.out for name in COMMANDS)
+    assert all(f" {name} " in answer.out for name in [*COMMANDS, "token", "keys"])
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_and_a_module(echo2: Echo2, command: str) -> None:
     assert echo2(command, "--help").code == 0
     assert callable(import_module(f"echo2.commands.{command}").main)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["token create", "token list", "token revoke", "keys list", "keys authorize", "keys revoke"],
+)
+def test_every_command_about_access_has_help(echo2: Echo2, command: str) -> None:
+    answer = echo2(*command.split(), "--help")
+    assert answer.code == 0
+    assert "--run-dir" in answer.out
+
+
+def test_a_worker_has_a_configuration_or_a_token(echo2: Echo2, a_config: Path) -> None:
+    for arguments in ((), (a_config, "--join", "x")):
+        answer = echo2("worker", *arguments)
+        assert answer.code == 2
+        assert "give either a CONFIG or --join TOKEN" in answer.err
+    answer = echo2("worker", "--join", "x")
+    assert (answer.code, "this is no join token" in answer.err) == (2, True)
 
 
 def test_the_version_is_printed(echo2: Echo2) -> None:
@@ -115,6 +134,7 @@ def test_check_prints_what_resolves_and_what_follows(echo2: Echo2, a_config: Pat
         "3 written (every 50 steps and at the end), the newest 2 kept",
         "4 of 256 trajectories each: at step 0, every 50 steps and at the end",
         "control 127.0.0.1:any free port",
+        "join 127.0.0.1:any free port",
         "CURVE on every socket, allow-list in",
         "workers forward what their uplinks carry and receive 200 Mbit/s at most",
         "no prices given",

@@ -119,6 +119,10 @@ def test_a_rule_is_not_told_about_a_value_that_is_wrong_itself() -> None:
             {"net": {"control_port": 7000, "origin_port": 7000}},
             "net.control_port and net.origin_port are both 7000",
         ),
+        (
+            {"net": {"rollouts_port": 7000, "join_port": 7000}},
+            "net.rollouts_port and net.join_port are both 7000",
+        ),
         ({"eval": {"every_steps": 5, "num_tasks": 70_000}}, "eval.num_tasks: 70000 exceeds"),
         ({"eval": {"every_steps": 5, "num_tasks": 0}}, "eval.num_tasks = 0: allowed is an integer"),
         ({"learner": {"updates_per_step": 8, "groups_per_step": 4}}, "learner.updates_per_step: 8"),

@@ -66,9 +66,13 @@ def main(config_path: Path | str, run_dir: Path | None, name: str, overrides: Se
     config = load_config(config_path, overrides)
     setup_logging(config.log.level, config.log.format)
     run_dir = Path(config.run.dir) / config.run.name if run_dir is None else Path(run_dir)
-    import_paths = [Path(config_path).absolute().parent, Path.cwd()]
-    add_import_paths(*import_paths)
     identity = claim_identity(config, run_dir.absolute(), name or config.worker.name)
+    return serve(config, run_dir, identity, [Path(config_path).absolute().parent, Path.cwd()])
+
+
+def serve(config: Config, run_dir: Path, identity: Identity, import_paths: Sequence[Path]) -> int:
+    """What `main` does once it is known who this worker is. Releases `identity`."""
+    add_import_paths(*import_paths)
     try:
         return uvloop.run(_run(config, run_dir.absolute(), identity, import_paths))
     finally:

@@ -18,10 +18,15 @@ from typing import IO, Final
 
 from echo2.config import Config
 from echo2.errors import ConfigError
-from echo2.net.keys import NAME_PATTERN, AllowList, KeyPair, load_or_create_key
+from echo2.net.keys import (
+    NAME_PATTERN,
+    RESERVED_PATTERN,
+    AllowList,
+    KeyPair,
+    load_or_create_key,
+)
 
 NAMES_MAX: Final = 4096
-RESERVED: Final = re.compile(r"(coordinator|origin|learner)(-.*)?")
 
 
 @dataclass(slots=True)
@@ -50,12 +55,12 @@ def claim_identity(config: Config, run_dir: Path, name: str) -> Identity:
     for folder in folders:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if name:
-        if not NAME_PATTERN.fullmatch(name) or RESERVED.fullmatch(name):
+        if not NAME_PATTERN.fullmatch(name) or RESERVED_PATTERN.fullmatch(name):
             raise ConfigError(
                 f"worker.name = {name!r}: 1 to 64 letters, digits, _, - and . are allowed, and "
                 'no name of another part (coordinator, origin, learner); for example "w-1"'
             )
-        locks = _lock(folders, name)
+        locks = take_locks(folders, name)
         if locks is None:
             raise ConfigError(
                 f"worker.name = {name!r}: another daemon on this machine has this name "
@@ -69,7 +74,8 @@ def claim_identity(config: Config, run_dir: Path, name: str) -> Identity:
         if not config.net.coordinator:
             allow_list = AllowList(keys_dir / "authorized")
             if allow_list.name_of(keys.public) != name:
-                allow_list.authorize(name, keys.public)
+                # A name is one worker's: that of another, who enrolled, is not taken over.
+                allow_list.authorize(name, keys.public, replace=False)
     folder = run_dir / "workers" / name
     folder.mkdir(exist_ok=True)
     return Identity(name, keys, folder, locks)
@@ -78,17 +84,17 @@ def claim_identity(config: Config, run_dir: Path, name: str) -> Identity:
 def _free_name(folders: list[Path]) -> tuple[str, list[IO[str]]]:
     """HOST-1, HOST-2 ...: the first that nobody holds."""
     host = re.sub(r"[^\w-]+", "-", socket.gethostname().partition(".")[0])[:48].strip("-")
-    if not host or RESERVED.fullmatch(host):
+    if not host or RESERVED_PATTERN.fullmatch(host):
         host = f"w-{host}".rstrip("-")
     for number in range(1, NAMES_MAX + 1):
         name = f"{host}-{number}"
-        locks = _lock(folders, name)
+        locks = take_locks(folders, name)
         if locks is not None:
             return name, locks
     raise ConfigError(f"{NAMES_MAX} workers of this machine hold a name already; end some of them")
 
 
-def _lock(folders: list[Path], name: str) -> list[IO[str]] | None:
+def take_locks(folders: list[Path], name: str) -> list[IO[str]] | None:
     """The locked files, which name this process; None when another one holds one."""
     locks: list[IO[str]] = []
     for folder in folders:

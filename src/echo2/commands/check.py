@@ -196,6 +196,8 @@ def _network(c: Config, folder: Path) -> list[Fact]:
         "rollouts": (c.net.host, c.net.rollouts_port),
         "origin": (c.net.host, c.net.origin_port),
     }
+    if c.net.curve:
+        ports["join"] = (c.net.host, c.net.join_port)
     if c.http.enabled:
         ports["http"] = (c.http.host, c.http.port)
     told = [f"{name} {host}:{port or 'any free port'}" for name, (host, port) in ports.items()]

@@ -33,8 +33,8 @@ class RunFolder:
         return cls(run_dir if run_dir is not None else Path(config.run.dir) / config.run.name)
 
     def is_used(self) -> bool:
-        """Whether it holds anything of a run."""
-        return self.path.exists() and any(self.path.iterdir())
+        """Whether it holds anything of a run but keys: a join token may be made before."""
+        return self.path.exists() and any(each.name != "keys" for each in self.path.iterdir())
 
     def prepare(self, config: Config) -> None:
         """Make the folder and write the resolved configuration (it may hold a token: 0600)."""

@@ -12,7 +12,15 @@ from typing import Any
 
 from echo2.core.dispatch import Dispatcher
 from echo2.core.effects import Effect
-from echo2.core.events import Event, Persisted, Received, RelayProbed, StopRequested, Tick
+from echo2.core.events import (
+    Event,
+    KeyRevoked,
+    Persisted,
+    Received,
+    RelayProbed,
+    StopRequested,
+    Tick,
+)
 from echo2.core.group import Group, GroupState
 from echo2.core.learner_desk import LearnerDesk
 from echo2.core.records import (
@@ -51,6 +59,7 @@ from echo2.messages import (
 )
 from echo2.types import PeerId
 
+REVOKED = "its key was revoked"
 WAITING_INTERVAL_S = 1.0
 FAILED_IN_ROW_BATCHES = 4
 FAILED_IN_ROW_MIN = 32
@@ -104,6 +113,8 @@ class CoordinatorState:
                     self._tick()
                 case RelayProbed():
                     self.workers.relays.probed(event)
+                case KeyRevoked(peer):
+                    self._revoked(peer)
                 case StopRequested(reason):
                     state.finish(ok=True, finished=False, reason=reason)
             if not _only_informs(event):
@@ -147,6 +158,15 @@ class CoordinatorState:
             self.workers.goodbye(peer, message)
         else:
             self.learner.goodbye(peer, message)
+
+    def _revoked(self, peer: PeerId) -> None:
+        """Whatever it holds is given to others at once; no silence is waited for."""
+        state, seat = self.state, self.state.seat
+        if state.members.get(peer) is not None:
+            self.workers.leave(peer, REVOKED)
+        elif peer == seat.peer and not seat.silent:
+            seat.vacant_since = state.now
+            self._learner_left(REVOKED)
 
     def _persisted(self, record_id: int) -> None:
         found = self.state.pending.pop(record_id, None)
@@ -211,14 +231,15 @@ class CoordinatorState:
             return
         silent_s = state.now - seat.heard_at
         if silent_s > state.settings.gone_s and not seat.silent:
-            seat.silent = True
             seat.vacant_since = seat.heard_at
-            state.stream.forget_request()
-            state.emit(
-                "learner_left",
-                incarnation=state.lineage.incarnation,
-                reason=f"silent for {silent_s:.1f} s",
-            )
+            self._learner_left(f"silent for {silent_s:.1f} s")
+
+    def _learner_left(self, reason: str) -> None:
+        """Its seat stays as it is, for itself or another learner to take."""
+        state = self.state
+        state.seat.silent = True
+        state.stream.forget_request()
+        state.emit("learner_left", incarnation=state.lineage.incarnation, reason=reason)
 
     def _look_at_workers(self) -> None:
         state, settings = self.state, self.state.settings

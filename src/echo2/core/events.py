@@ -43,10 +43,18 @@ class RelayProbed:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyRevoked:
+    """The key of `peer` is no longer that of its name: nothing more will come from it, and
+    nothing reaches it."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequested:
     """The operator ends the coordinator (not the run: it may be resumed)."""
 
     reason: str
 
 
-Event = Received | Persisted | Tick | RelayProbed | StopRequested
+Event = Received | Persisted | Tick | RelayProbed | KeyRevoked | StopRequested

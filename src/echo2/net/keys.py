@@ -6,7 +6,7 @@ keys/authorized/NAME.pub public key of a peer that may connect, and that is NAME
 Files are written aside and renamed: a reader sees a whole key or none. The allow-list is
 re-read whenever its folder changes (a file added, removed or renamed into place); a file
 that is edited in place is not noticed. Who connects is decided in `net.auth`, and every
-message is checked again in `net.router`.
+message is checked again in `net.router`. Keys that let one enrol are in `net.token_book`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,16 @@ from echo2.errors import ConfigError
 log = structlog.get_logger()
 
 NAME_PATTERN: Final = re.compile(r"[\w-][\w.-]{0,63}")
+RESERVED_PATTERN: Final = re.compile(r"(coordinator|origin|learner)(-.*)?")
+"""Names of the other parts: no worker has one, since a name decides what its key may say."""
 _KEY_PATTERN: Final = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _SETTLED_NS: Final = 50_000_000
 """A folder's time stamp moves in steps of a few ms: read so soon after a change, the folder
 may change once more under the same stamp."""
+
+
+STRANGER: Final = "stranger"
+"""Why a key is refused that is on no list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,9 @@ class KeyPair:
 
     @classmethod
     def from_secret(cls, secret: str) -> KeyPair:
-        """The pair of a secret key in Z85."""
+        """The pair of a secret key in Z85. Raises ConfigError for what is none."""
+        if not _KEY_PATTERN.fullmatch(secret):
+            raise ConfigError("a secret CURVE key is Z85 text of 40 characters; this is none")
         return cls(zmq.curve_public(secret.encode()).decode(), secret)
 
 
@@ -68,12 +76,14 @@ def load_or_create_key(path: str | os.PathLike[str]) -> KeyPair:
 
 
 class KeyList(Protocol):
-    """Whose keys are let in: `AllowList` (a folder), or `PeerKeys` (told by the coordinator)."""
+    """Whose keys are let in: `AllowList` (a folder), `PeerKeys` (told by the coordinator), or
+    `TokenKeys` (join tokens). `refusal`: one word for why a key is not."""
 
     generation: int
 
     def refresh(self) -> None: ...
     def name_of(self, public_key: str) -> str | None: ...
+    def refusal(self, public_key: str) -> str: ...
     def holds(self, name: str, public_key: str) -> bool: ...
     def names(self) -> tuple[str, ...]: ...
 
@@ -104,11 +114,41 @@ class PeerKeys:
     def name_of(self, public_key: str) -> str | None:
         return self._name_of.get(public_key)
 
+    def refusal(self, public_key: str) -> str:
+        return STRANGER
+
     def holds(self, name: str, public_key: str) -> bool:
         return self._key_of.get(name) == public_key
 
     def names(self) -> tuple[str, ...]:
         return tuple(sorted(self._key_of))
+
+
+class FolderWatch:
+    """Tells whether files were added to a folder, removed from it or renamed into place. Costs
+    one stat."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stamp: tuple[int, int] | None = None
+
+    def changed(self) -> bool:
+        """Since the last call; True for a change that may go on under the same time stamp."""
+        try:
+            stat = self._folder.stat()
+        except FileNotFoundError:
+            stamp = (0, 0)
+        else:
+            stamp = (stat.st_mtime_ns, stat.st_ino)
+        if stamp == self._stamp:
+            return False
+        settled = abs(time.time_ns() - stamp[0]) > _SETTLED_NS
+        self._stamp = stamp if settled else None
+        return True
+
+    def forget(self) -> None:
+        """Let the next look find a change, whatever the time stamps say."""
+        self._stamp = None
 
 
 class AllowList:
@@ -130,27 +170,21 @@ class AllowList:
         """Counts how often the list was read anew."""
         self._key_of: dict[str, str] = {}
         self._name_of: dict[str, str] = {}
-        self._stamp: tuple[int, int] | None = None
+        self._watch = FolderWatch(self.folder)
         self.refresh()
 
     def refresh(self) -> None:
         """Read the folder if it changed. Costs one stat otherwise."""
-        try:
-            stat = self.folder.stat()
-        except FileNotFoundError:
-            stamp = (0, 0)
-        else:
-            stamp = (stat.st_mtime_ns, stat.st_ino)
-        if stamp == self._stamp:
-            return
-        settled = abs(time.time_ns() - stamp[0]) > _SETTLED_NS
-        self._stamp = stamp if settled else None
-        self._read()
+        if self._watch.changed():
+            self._read()
 
     def name_of(self, public_key: str) -> str | None:
         """Who holds `public_key` now; None: a stranger."""
         self.refresh()
         return self._name_of.get(public_key)
+
+    def refusal(self, public_key: str) -> str:
+        return STRANGER
 
     def holds(self, name: str, public_key: str) -> bool:
         """Whether `public_key` is that of `name`, as of the last `refresh`."""
@@ -164,10 +198,15 @@ class AllowList:
         self.refresh()
         return tuple(sorted(self._key_of))
 
-    def authorize(self, name: str, public_key: str) -> None:
+    def keys(self) -> dict[str, str]:
+        """name -> public key, as of the last `refresh`."""
+        return dict(self._key_of)
+
+    def authorize(self, name: str, public_key: str, *, replace: bool = True) -> None:
         """Let the holder of `public_key` in as `name`; another key of that name is replaced.
 
-        Raises ConfigError for a bad name or key, and for a key that has another name.
+        Raises ConfigError for a bad name or key, and for a key that has another name; without
+        `replace` also for a name that has another key, whoever was first.
         """
         check_name(name)
         check_public_key(public_key, owner=name)
@@ -177,9 +216,22 @@ class AllowList:
                 f"the key of {name} is already authorized as {holder}; each peer needs a key of "
                 f"its own; revoke {holder} first or make a new key"
             )
-        aside = _write_aside(self.folder / f"{name}.pub", f"{public_key}\n", mode=0o644)
-        aside.rename(self.folder / f"{name}.pub")
-        self._reread()
+        path = self.folder / f"{name}.pub"
+        aside = _write_aside(path, f"{public_key}\n", mode=0o644)
+        try:
+            if replace:
+                aside.rename(path)
+            else:
+                os.link(aside, path)  # unlike a rename, it never replaces another's key
+        except FileExistsError:
+            if holder != name:
+                raise ConfigError(
+                    f"the name {name} has another key already; revoke it first (echo2 keys revoke "
+                    f"{name}), or choose another name"
+                ) from None
+        finally:
+            aside.unlink(missing_ok=True)
+            self._reread()
 
     def revoke(self, name: str) -> bool:
         """Take `name` off the list; False if it was not on it."""
@@ -192,7 +244,7 @@ class AllowList:
         return True
 
     def _reread(self) -> None:
-        self._stamp = None
+        self._watch.forget()
         self.refresh()
 
     def _read(self) -> None:

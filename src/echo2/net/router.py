@@ -13,7 +13,8 @@ One task owns the socket:
 so a flood from one peer delays the loop by one turn only. What is sent waits in a queue per
 peer, bounded in bytes: a slow peer fills its own and no other. A peer that cannot be reached
 loses its queue. A queued message may be lost with its connection: what must arrive is sent
-until it is acknowledged, which is the senders' business.
+until it is acknowledged, which is the senders' business. A peer whose key was revoked, or whose
+name went to another key, is sent nothing from REFRESH_S later on, also while nothing comes in.
 
 A peer can be reached as soon as its `Dealer` is connected, over the connection on which it
 spoke last. When two connections of one key speak by turns (a key that was copied to two
@@ -39,7 +40,14 @@ from echo2.net.auth import KEY_PROPERTY, Authenticator
 from echo2.net.keys import NAME_PATTERN, KeyList, KeyPair
 from echo2.net.multipart import receive_frames, send_frames
 from echo2.net.out_queue import OutQueue
-from echo2.net.sockets import LANES, check_endpoint, monitor_socket, router_socket, split_endpoint
+from echo2.net.sockets import (
+    LANES,
+    check_endpoint,
+    domain_of,
+    monitor_socket,
+    router_socket,
+    split_endpoint,
+)
 from echo2.net.tasks import OwnedTasks
 from echo2.net.wakeups import Wakeups, is_ready
 from echo2.types import PeerId
@@ -52,7 +60,14 @@ PEERS_MAX: Final = 65536
 _SENT_PER_PEER_AND_TURN: Final = 16
 _MONITOR: Final = 1
 """Its place among the sockets that are watched."""
+_BROKEN_HANDSHAKES: Final = (
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+"""Who speaks no CURVE, and who breaks off before one can tell: often the same, seen sooner or
+later. A key that is refused is the Authenticator's to count."""
 _RETRY_S: Final = 0.25
+REFRESH_S: Final = 0.25
+"""So often the allow-list is looked at while nothing happens."""
 _BIND_RETRY_S: Final = 0.05
 
 
@@ -60,6 +75,7 @@ _BIND_RETRY_S: Final = 0.05
 class _Peer:
     route: bytes
     queue: OutQueue
+    key: str
     route_before: bytes = b""
 
 
@@ -71,8 +87,10 @@ class Router:
     queue got shorter.
     `client_roles` narrows what a peer may send to the messages of these roles; by default
     any role but our own. Without `keys` (loopback only) a peer is who it says it is.
-    `credit_bytes`: most bytes that wait for one peer. Raises ConfigError for an address that
-    is none, and without CURVE for one that is not loopback.
+    `credit_bytes`: most bytes that wait for one peer. `peers_max`: most peers that are known;
+    one more is refused, or with `forgets_oldest` takes the place of the one that came first.
+    Raises ConfigError for an address that is none, and without CURVE for one that is not
+    loopback.
     """
 
     def __init__(
@@ -90,6 +108,8 @@ class Router:
         on_room: Callable[[PeerId], None] | None = None,
         client_roles: Callable[[PeerId], frozenset[Role]] | None = None,
         credit_bytes: int | None = None,
+        peers_max: int = PEERS_MAX,
+        forgets_oldest: bool = False,
     ) -> None:
         self.endpoint = ""
         """Where it is bound, with the real port; "" before `start`."""
@@ -112,6 +132,8 @@ class Router:
         others = frozenset(Role) - {role}
         self._client_roles = client_roles or (lambda peer: others)
         self._credit_bytes = LANES[lane].credit_bytes if credit_bytes is None else credit_bytes
+        self._peers_max = peers_max
+        self._forgets_oldest = forgets_oldest
         self._peers: dict[PeerId, _Peer] = {}
         self._queued: dict[PeerId, None] = {}  # who has a queue, in the order of service
         self._twins: set[PeerId] = set()
@@ -136,11 +158,11 @@ class Router:
                     f"no Authenticator runs on this context; start it before the {self._lane} "
                     f"router binds"
                 )
-            self._allow_list = authenticator.allow_list
+            self._allow_list = authenticator.keys_of(domain_of(self._lane))
         socket = router_socket(
             self._context, lane=self._lane, role=self._role, keys=self._keys, bind=self._bind
         )
-        monitor = monitor_socket(self._context, socket, events=zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+        monitor = monitor_socket(self._context, socket, events=_BROKEN_HANDSHAKES)
         self._sockets = (socket, monitor)
         try:
             self.endpoint = await self._bind_socket(socket, bind_timeout_s)
@@ -225,9 +247,14 @@ class Router:
                 else:
                     # Whose pipe has room again cannot be asked of a ROUTER, but its descriptor
                     # tells; what is queued is looked at now and then all the same.
-                    await wakeups.wait(_RETRY_S if self._queued else None)
+                    await wakeups.wait(self._patience_s())
         finally:
             self._close()
+
+    def _patience_s(self) -> float | None:
+        if self._queued:
+            return _RETRY_S
+        return None if self._allow_list is None else REFRESH_S
 
     def _close(self) -> None:
         """Also when `_run` was cancelled before its first step."""
@@ -276,9 +303,9 @@ class Router:
         route, *parts = frames
         peer = None
         try:
-            peer = self._identify(route, parts[0])
+            peer, key = self._identify(route, parts[0])
             if len(parts) == 1 and not len(parts[0]):
-                self._learn_route(peer, route.bytes)  # a Dealer connected (PROBE_ROUTER)
+                self._learn_route(peer, key, route.bytes)  # a Dealer connected (PROBE_ROUTER)
                 self.counters["connections"] += 1
                 return
             message = wire.decode(
@@ -287,7 +314,7 @@ class Router:
                 sender=self._client_roles(peer),
                 receiver=self._role,
             )
-            self._learn_route(peer, route.bytes)
+            self._learn_route(peer, key, route.bytes)
         except RemoteProtocolError as error:
             self.refused[error.reason] += 1
             if self._on_refused is not None:
@@ -300,7 +327,8 @@ class Router:
             error.add_note(f"while {peer}'s {type(message).__name__} was handled")
             raise
 
-    def _identify(self, route: zmq.Frame, part: zmq.Frame) -> PeerId:
+    def _identify(self, route: zmq.Frame, part: zmq.Frame) -> tuple[PeerId, str]:
+        """(who sent it, with which verified key); "" for the key without CURVE."""
         if self._allow_list is None:
             name = route.bytes.decode(errors="replace")
             if not NAME_PATTERN.fullmatch(name):
@@ -308,7 +336,7 @@ class Router:
                     "a peer without a name connected; a Dealer names itself when CURVE is off",
                     reason="unauthenticated",
                 )
-            return PeerId(name)
+            return PeerId(name), ""
         try:
             name, key = str(part.get("User-Id")), str(part.get(KEY_PROPERTY))
         except zmq.ZMQError:
@@ -320,25 +348,33 @@ class Router:
                 f"{name} sent a message, but its key is not in the allow-list any more",
                 reason="revoked",
             )
-        return PeerId(name)
+        return PeerId(name), key
 
-    def _learn_route(self, peer: PeerId, route: bytes) -> None:
+    def _learn_route(self, peer: PeerId, key: str, route: bytes) -> None:
         state = self._peers.get(peer)
         if state is None:
-            if len(self._peers) >= PEERS_MAX:
-                raise RemoteProtocolError(
-                    f"{peer} is one peer too many; at most {PEERS_MAX} are served",
-                    reason="too_many_peers",
-                )
-            self._peers[peer] = _Peer(route, OutQueue(self._credit_bytes))
+            self._make_room(peer)
+            self._peers[peer] = _Peer(route, OutQueue(self._credit_bytes), key)
             self._tell_of(peer)
-        elif state.route != route:
+            return
+        state.key = key
+        if state.route != route:
             if state.route_before == route and peer not in self._twins:
                 self._twins.add(peer)
                 log.warning("connections_alternated", peer=peer, lane=self._lane)
             state.route_before, state.route = state.route, route
             self._drop_queue(peer, state)
             self._tell_of(peer)
+
+    def _make_room(self, peer: PeerId) -> None:
+        if len(self._peers) < self._peers_max:
+            return
+        if not self._forgets_oldest:
+            raise RemoteProtocolError(
+                f"{peer} is one peer too many; at most {self._peers_max} are served",
+                reason="too_many_peers",
+            )
+        self._forget(next(iter(self._peers)))
 
     def _tell_of(self, peer: PeerId) -> None:
         if self._on_peer is not None:
@@ -350,8 +386,9 @@ class Router:
         self._allow_list.refresh()
         if self._generation != self._allow_list.generation:
             self._generation = self._allow_list.generation
-            for peer in set(self._peers).difference(self._allow_list.names()):
-                self._forget(peer)
+            for peer, state in list(self._peers.items()):
+                if not self._allow_list.holds(peer, state.key):
+                    self._forget(peer)
 
     def _send_turn(self, socket: zmq.Socket[bytes]) -> int:
         num_messages = num_bytes = 0

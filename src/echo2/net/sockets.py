@@ -1,8 +1,8 @@
 """Every socket option of echo2, in one place, with its reason.
 
-Sockets made here are encrypted and authenticated (CURVE, ZAP domain `ZAP_DOMAIN`), or bound
-and connected on loopback only: anything else is a ConfigError. Each lane has limits of its
-own (`LANES`), so that no lane can fill another's memory.
+Sockets made here are encrypted and authenticated (CURVE, ZAP domain `ZAP_DOMAIN` or, for
+enrolment, `JOIN_DOMAIN`), or bound and connected on loopback only: anything else is a
+ConfigError. Each lane has limits of its own (`LANES`), so that no lane can fill another's memory.
 """
 
 from __future__ import annotations
@@ -18,12 +18,21 @@ import zmq
 import zmq.asyncio
 
 from echo2.errors import ConfigError
-from echo2.messages import HEADER_MAX_BYTES, MESSAGES, Lane, Role, frame_fields
+from echo2.messages import (
+    HEADER_MAX_BYTES,
+    JOIN_SETTINGS_MAX,
+    MESSAGES,
+    Lane,
+    Role,
+    frame_fields,
+)
 
 if TYPE_CHECKING:
     from echo2.net.keys import KeyPair
 
 ZAP_DOMAIN: Final = "echo2"
+JOIN_DOMAIN: Final = "echo2-join"
+"""Of the enrolment socket: what opens it opens no other, and nothing else opens it."""
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 
 LINGER_MS: Final = 1000
@@ -59,7 +68,15 @@ LANES: Final = {
     # Many to receive, far above what we ask for at once: when a mark stops the input and the
     # peer then closes, the next ping ends the process (libzmq's issue 4841).
     Lane.CHUNKS: LaneLimits(8, 256, 96 << 20, ping_ms=15_000, silence_ms=120_000),
+    Lane.ENROLMENT: LaneLimits(4, 4, 2 << 20, ping_ms=5_000, silence_ms=20_000),
 }
+_HEADER_MAX_BYTES: Final = {Lane.ENROLMENT: 4 * JOIN_SETTINGS_MAX + 4096}
+"""Where it is less than HEADER_MAX_BYTES: a token is easier come by than a worker's key."""
+
+
+def domain_of(lane: Lane) -> str:
+    """The authentication domain of a lane's servers."""
+    return JOIN_DOMAIN if lane is Lane.ENROLMENT else ZAP_DOMAIN
 
 
 def make_context(*, io_threads: int = 1) -> zmq.asyncio.Context:
@@ -91,7 +108,7 @@ def router_socket(
         socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
-        socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
+        socket.setsockopt(zmq.ZAP_DOMAIN, domain_of(lane).encode())
         # Without a handler CURVE would admit all who know the server's key.
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     return socket
@@ -153,7 +170,7 @@ def monitor_socket(
 @functools.cache
 def frame_max_bytes(lane: Lane, receiver: Role) -> int:
     """The largest frame of any message that `receiver` gets on `lane`."""
-    sizes = [HEADER_MAX_BYTES]
+    sizes = [_HEADER_MAX_BYTES.get(lane, HEADER_MAX_BYTES)]
     for cls in MESSAGES.values():
         if cls.LANE is lane and receiver in cls.RECEIVERS:
             sizes += [max_bytes for _, max_bytes in frame_fields(cls)]
@@ -170,6 +187,11 @@ def split_endpoint(endpoint: str) -> tuple[str, str]:
             f"tcp://127.0.0.1:5700 or tcp://[::1]:5700"
         )
     return host.removeprefix("[").removesuffix("]"), port
+
+
+def endpoint_of(host: str, port: int) -> str:
+    """The form that `split_endpoint` reads."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def check_endpoint(endpoint: str, *, encrypted: bool) -> None:

@@ -6,6 +6,7 @@ import pytest
 from core_builders import (
     LEARNER,
     Scene,
+    a_learner_hello,
     a_restored_run,
     a_running_scene,
     a_version,
@@ -16,7 +17,7 @@ from core_builders import (
 
 from echo2.core.coordinator import FAILED_IN_ROW_MIN, CoordinatorState
 from echo2.core.effects import Send
-from echo2.core.events import Persisted, Tick
+from echo2.core.events import KeyRevoked, Persisted, Tick
 from echo2.core.group import GroupState
 from echo2.core.settings import CoordinatorSettings
 from echo2.errors import RemoteProtocolError
@@ -31,6 +32,7 @@ from echo2.messages import (
     TasksWanted,
     VersionAnnounced,
 )
+from echo2.types import PeerId
 
 V0, V1 = a_version(0), a_version(1)
 
@@ -111,6 +113,36 @@ def test_a_silent_worker_is_suspect_then_gone() -> None:
     assert emitted(effects, "worker_gone") == [{"worker": "w-1", "reason": "silent for 15.1 s"}]
     assert emitted(effects, "lease_revoked")[0]["reason"] == "w-1 is gone: silent for 15.1 s"
     assert scene.state_of("g0") is GroupState.QUEUED
+
+
+def test_a_worker_whose_key_was_revoked_is_gone_at_once() -> None:
+    scene = a_running_scene(workers=("w-1", "w-2"), slots=1, tasks=1)
+    (lease,) = scene.leases()
+    holder = scene.grantee[lease]
+    effects = scene.handle(KeyRevoked(holder))
+    assert emitted(effects, "worker_gone") == [{"worker": holder, "reason": "its key was revoked"}]
+    assert [e["worker"] for e in emitted(effects, "lease_revoked")] == [holder]
+    other = "w-2" if holder == "w-1" else "w-1"
+    assert [m.group for m in sent(effects, LeaseGranted, to=other)] == ["g0"]
+    assert not [e for e in effects if isinstance(e, Send) and e.peer == holder]
+    assert not emitted(scene.handle(KeyRevoked(holder)), "worker_gone"), "said once"
+
+
+def test_a_learner_whose_key_was_revoked_has_left_and_another_may_sit_down() -> None:
+    scene = a_running_scene()
+    effects = scene.handle(KeyRevoked(PeerId(LEARNER)))
+    assert emitted(effects, "learner_left") == [{"incarnation": 1, "reason": "its key was revoked"}]
+    assert scene.state.seat.silent
+    scene.receive("learner-2", a_learner_hello(hello_id="other"))
+    assert scene.state.seat.peer == "learner-2"
+
+
+def test_a_key_that_nobody_here_had_changes_nothing() -> None:
+    scene = a_running_scene()
+    scene.tick()
+    before = scene.snapshot()
+    scene.handle(KeyRevoked(PeerId("w-99")))
+    assert scene.snapshot() == before
 
 
 def test_a_worker_that_speaks_is_trusted_again() -> None:

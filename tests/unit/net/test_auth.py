@@ -10,6 +10,7 @@ from zmq.utils import z85
 
 from echo2.errors import LocalProtocolError
 from echo2.net.auth import AllowList, Authenticator, KeyPair
+from echo2.net.keys import PeerKeys
 
 
 @pytest.fixture
@@ -49,6 +50,40 @@ def test_another_domain_is_refused(authenticator: Authenticator, domain: bytes) 
     authenticator.allow_list.authorize("w-1", key)
     assert authenticator.answer(a_request(key, domain=domain))[2] == b"400"
     assert authenticator.refused == Counter(domain=1)
+
+
+def test_a_domain_of_its_own_opens_to_its_own_keys_alone(authenticator: Authenticator) -> None:
+    worker, guest = KeyPair.generate().public, KeyPair.generate().public
+    guests = PeerKeys()
+    guests.replace({"guest": guest})
+    authenticator.allow_list.authorize("w-1", worker)  # type: ignore[attr-defined]
+    authenticator.add_domain("door", guests)
+    assert authenticator.answer(a_request(guest, domain=b"door"))[4] == b"guest"
+    for key, domain in ((guest, b"echo2"), (worker, b"door")):
+        assert authenticator.answer(a_request(key, domain=domain))[2] == b"400"
+    assert authenticator.refused == Counter(stranger=2)
+    assert authenticator.keys_of("door") is guests
+    with pytest.raises(LocalProtocolError, match="no keys were given for the domain window"):
+        authenticator.keys_of("window")
+
+
+def test_a_flood_of_keys_is_counted_and_told_rarely(tmp_path: Path) -> None:
+    told: list[tuple[str, str, str, int]] = []
+    with zmq.asyncio.Context() as context:
+        authenticator = Authenticator(
+            context,
+            AllowList(tmp_path / "authorized"),
+            on_refused=lambda *fields: told.append(fields),
+        )
+        key = KeyPair.generate().public
+        for _ in range(3):
+            authenticator.answer(a_request(key))
+        assert told == [("stranger", key, "10.0.0.9", 1)], "once per key"
+        for _ in range(1000):
+            authenticator.answer(a_request(KeyPair.generate().public))
+    assert authenticator.refused == Counter(stranger=1003)
+    assert 1 < len(told) < 100
+    assert told[1][3] == 3, "the two that were not told, and this one"
 
 
 def test_only_curve_keys_are_heard(authenticator: Authenticator) -> None:

@@ -150,6 +150,16 @@ def test_a_new_key_replaces_the_old_one_of_a_name(tmp_path: Path) -> None:
     assert allow_list.name_of(new) == "w-1"
 
 
+def test_without_replace_a_name_keeps_its_key_whoever_was_first(tmp_path: Path) -> None:
+    allow_list, theirs, ours = an_allow_list(tmp_path), a_key(), a_key()
+    allow_list.authorize("w-1", theirs, replace=False)
+    allow_list.authorize("w-1", theirs, replace=False)
+    with pytest.raises(ConfigError, match=r"has another key already.*echo2 keys revoke w-1"):
+        allow_list.authorize("w-1", ours, replace=False)
+    assert allow_list.keys() == {"w-1": theirs}
+    assert [entry.name for entry in allow_list.folder.iterdir()] == ["w-1.pub"]
+
+
 def test_a_key_has_one_name(tmp_path: Path) -> None:
     allow_list, key = an_allow_list(tmp_path), a_key()
     allow_list.authorize("w-1", key)
