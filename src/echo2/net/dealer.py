@@ -307,7 +307,8 @@ class Dealer:
                 f"authorized there",
             )
             return True
-        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+        failed = (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+        if event == failed[0] or (event == failed[1] and self._keys is None):
             self._set_state(
                 Connection.CONNECTING,
                 f"{at} does not speak our protocol; is that its port, and is net.curve the same "
