@@ -35,7 +35,7 @@ from typing import Any, Final, Literal, Protocol, cast, runtime_checkable
 import numpy as np
 
 from echo2.errors import ConfigError, EnvironmentError_
-from echo2.types import TOKENS_MAX, Sampling, Span, Task
+from echo2.types import REWARD_MAX, TOKENS_MAX, Sampling, Span, Task
 from echo2_workers.engine import Logprobs, Tokens
 
 Split = Literal["train", "eval"]
@@ -60,8 +60,6 @@ PREFIXED: Final = {
 """Given as "PREFIX:REST"; REST is the constructor's first argument. These win over a module
 of the same name."""
 SPANS_MAX: Final = 256
-REWARD_MAX: Final = 1e30
-"""The bound of `echo2.types.Reward`: sums and squares of many stay finite."""
 
 
 @dataclass(frozen=True, slots=True)
