@@ -259,7 +259,7 @@ def _read(folder: Path) -> Checkpoint:
         if content["format"] not in FORMATS:
             raise LearnerError(
                 f"{folder} is of format {content['format']}; this echo2 reads "
-                f"{' and '.join(map(str, FORMATS))}"
+                f"{' and '.join(map(str, FORMATS))}: install the release that wrote it"
             )
         files = {
             name: (int(size), str(digest)) for name, (size, digest) in content["files"].items()
@@ -271,9 +271,13 @@ def _read(folder: Path) -> Checkpoint:
             if not checkpoint.paths(kind):
                 raise LearnerError(f"state.json names no {kind}")
         for name, (size, _) in files.items():
+            if not (folder / name).is_file():
+                raise LearnerError(f"it is torn: {name}, which state.json names, is not there")
             actual = (folder / name).stat().st_size
             if actual != size:
-                raise LearnerError(f"{name} has {actual} bytes, and state.json says {size}")
+                raise LearnerError(
+                    f"it is torn: {name} has {actual} bytes, and state.json says {size}"
+                )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise LearnerError(f"it is torn: {type(error).__name__}: {error}") from error
     return checkpoint
@@ -285,7 +289,7 @@ def _verify(checkpoint: Checkpoint, ranks: Ranks) -> None:
             continue
         try:
             if _digest(checkpoint.folder / name) != digest:
-                raise LearnerError(f"the bytes of {name} are not those of its digest")
+                raise LearnerError(f"it is torn: the bytes of {name} are not those of its digest")
         except OSError as error:
             raise LearnerError(f"it is torn: {type(error).__name__}: {error}") from error
 

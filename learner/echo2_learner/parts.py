@@ -10,12 +10,14 @@ each verb that needs the others begins with an order to them, which `follow` car
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import structlog
+from safetensors import SafetensorError
 
 from echo2.config import Config
 from echo2.core.lineage import Lineage
@@ -75,8 +77,9 @@ class Parts(RankParts):
             self.next_task_index, self.groups_trained = state.next_task_index, state.groups_trained
             self.saved_step = state.step
         self.lineage.begin(welcome.incarnation, welcome.step)
-        self.checkpoints.claim(welcome.incarnation)
-        self.metrics.mend()
+        with _disk_errors("learner.json and metrics.jsonl", self.run_dir):
+            self.checkpoints.claim(welcome.incarnation)
+            self.metrics.mend()
         self.rollouts.begin(welcome.step)
         self.trackers.begin(resume_step=welcome.step, run_id=welcome.run_id)
         self.publisher.versions.find(self.lineage)
@@ -127,7 +130,8 @@ class Parts(RankParts):
 
     def write_line(self, line: Mapping[str, Any]) -> None:
         self.checkpoints.check_claim()
-        self.metrics.append(line)
+        with _disk_errors(f"the line of step {line['step']}", self.run_dir):
+            self.metrics.append(line)
         self.trackers.log(line)
 
     def save_rollouts(
@@ -165,7 +169,21 @@ class Parts(RankParts):
     def save_final(self) -> None:
         """RUN/final: the policy as a Hugging Face folder, whole or not there."""
         self.checkpoints.check_claim()
-        save_final_folder(self.policy, self.run_dir / "final", self.ranks)
+        with _disk_errors("the final weights", self.run_dir):
+            save_final_folder(self.policy, self.run_dir / "final", self.ranks)
+
+
+@contextlib.contextmanager
+def _disk_errors(what: str, folder: Path) -> Iterator[None]:
+    """What the disk does not take ends the learner in a sentence; its checkpoints are whole."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        cause = getattr(error, "strerror", None) or str(error)
+        raise LearnerError(
+            f"{what} could not be written to {folder} ({cause}); free space there, then start the "
+            "learner again with --resume"
+        ) from error
 
 
 def build(config: Config, run_dir: Path, *, resume: bool, ranks: Ranks = ALONE) -> Parts:

@@ -197,7 +197,8 @@ class Policy:
             if tuple(tensor.shape) != tuple(tensors[name].shape):
                 raise LearnerError(
                     f"these weights are of another model: {name} has the shape "
-                    f"{tuple(tensors[name].shape)}, and the run's {tuple(tensor.shape)}"
+                    f"{tuple(tensors[name].shape)}, and the run's {tuple(tensor.shape)}; use the "
+                    "model of the run"
                 )
         for name, tensor in own.items():
             shards.copy_in(tensor, tensors[name])

@@ -98,10 +98,12 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is a folder; give a TOML file in it") from None
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{path} is not UTF-8 text (byte {error.start}); TOML files are", source=""
+            f"{path} is not UTF-8 text (byte {error.start}), as TOML files are: save it as UTF-8"
         ) from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+        raise ConfigError(
+            f"{path} cannot be read ({error.strerror}); give a TOML file that this user may read"
+        ) from error
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -183,7 +185,9 @@ def _override_value(text: str) -> Any:
             return table["value"]
     except tomllib.TOMLDecodeError as error:
         if text.startswith(('"', "'", "[", "{")):
-            raise ValueError(f"{text} is not a TOML value: {error}") from None
+            raise ValueError(
+                f"{text} is not a TOML value: {error}; close what it opens, or leave that out"
+            ) from None
     if not text.isprintable():
         raise ValueError("text of an override must be printable; put it into the file")
     return text
@@ -194,7 +198,8 @@ def _set(tables: dict[str, Any], keys: Location, value: Any) -> None:
     for depth, key in enumerate(keys[:-1], 1):
         inner = inner.setdefault(key, {})
         if not isinstance(inner, dict):
-            raise ValueError(f"{'.'.join(keys[:depth])} is a value and has no keys of its own")
+            value_key = ".".join(keys[:depth])
+            raise ValueError(f"{value_key} is a value and has no keys of its own; set {value_key}")
     inner[keys[-1]] = value
 
 

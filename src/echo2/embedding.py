@@ -185,6 +185,10 @@ class _Mailbox:
         self._coordinator = coordinator
         self._to_coordinator: Callable[[Message], None] | None = None
 
+    @property
+    def trouble(self) -> str:
+        return ""
+
     async def start(
         self, on_message: Callable[[Message], None], on_failure: Callable[[BaseException], None]
     ) -> None:

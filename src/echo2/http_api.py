@@ -6,6 +6,7 @@ On loopback unless configured otherwise, and then only with a bearer token.
 from __future__ import annotations
 
 import hmac
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -47,8 +48,8 @@ class HttpApi:
         except OSError as error:
             await self._runner.cleanup()
             raise ConfigError(
-                f"http cannot listen on {self._host}:{self._port} ({error.strerror}); set "
-                "http.port to a free one, or 0 for any"
+                f"http cannot listen on {self._host}:{self._port} ({_cause(error)}); set http.host "
+                "to an address of this machine and http.port to a free one, or 0 for any"
             ) from error
         port = self._runner.addresses[0][1]
         host = f"[{self._host}]" if ":" in self._host else self._host
@@ -79,3 +80,9 @@ class HttpApi:
 
     async def _get_status(self, request: web.Request) -> web.Response:
         return web.json_response(self._status())
+
+
+def _cause(error: OSError) -> str:
+    """The system's own words, without those of the event loop around them."""
+    number = error.errno or 0
+    return os.strerror(number) if number > 0 else error.strerror or str(error)

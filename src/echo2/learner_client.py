@@ -84,7 +84,11 @@ class Batch:
 
 class Transport(Protocol):
     """Carries messages; may lose them. `on_message` is called on the event loop, and
-    `on_failure` once when the transport itself broke."""
+    `on_failure` once when the transport itself broke. `trouble`: why nothing gets through now;
+    "" when nothing is known to be wrong."""
+
+    @property
+    def trouble(self) -> str: ...
 
     async def start(
         self, on_message: Callable[[Message], None], on_failure: Callable[[BaseException], None]
@@ -367,10 +371,9 @@ class LearnerClient:
             async with asyncio.timeout(timeout_s):
                 return await future
         except TimeoutError:
-            raise WaitTimeoutError(
-                f"waited {timeout_s:g} s for {self.waiting}; is the coordinator running and "
-                "reachable?"
-            ) from None
+            trouble = self._transport.trouble
+            cause = f": {trouble}" if trouble else "; is the coordinator running and reachable?"
+            raise WaitTimeoutError(f"waited {timeout_s:g} s for {self.waiting}{cause}") from None
         finally:
             self._waiters.pop(key, None)
 

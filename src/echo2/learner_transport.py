@@ -19,6 +19,7 @@ from echo2.errors import (
     LearnerError,
     WaitTimeoutError,
 )
+from echo2.folder_errors import folder_errors
 from echo2.messages import (
     Lane,
     LaneOpened,
@@ -54,10 +55,12 @@ class SocketTransport:
         self._name, self._lock = self._take_name()
 
     def _take_name(self) -> tuple[str, int]:
-        self._keys_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with folder_errors(self._keys_dir):
+            self._keys_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         for number in range(1, 1000):
             name = "learner" if number == 1 else f"learner-{number}"
-            lock = os.open(self._keys_dir / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+            with folder_errors(self._keys_dir):
+                lock = os.open(self._keys_dir / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -71,11 +74,17 @@ class SocketTransport:
         net = self._config.net
         if net.coordinator:
             return net.coordinator, net.coordinator_rollouts, net.coordinator_key
+        path = self._run_dir / "coordinator.json"
         try:
-            record = json.loads((self._run_dir / "coordinator.json").read_text())
+            record = json.loads(path.read_text())
+            return record["control"], record["rollouts"], record["public_key"]
         except FileNotFoundError:
             return None
-        return record["control"], record["rollouts"], record["public_key"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise LearnerError(
+                f"{path} does not say where the coordinator is ({type(error).__name__}: {error}); "
+                "start the coordinator again"
+            ) from error
 
     async def start(
         self, on_message: Callable[[Message], None], on_failure: Callable[[BaseException], None]
@@ -156,6 +165,12 @@ class SocketTransport:
         dealers, self._dealers = self._dealers, {}
         for dealer in dealers.values():
             await dealer.stop()
+
+    @property
+    def trouble(self) -> str:
+        """Why a lane is not connected; "" while both are."""
+        dealers = self._dealers.values()
+        return next((d.reason for d in dealers if d.state is not Connection.CONNECTED), "")
 
     @property
     def refusal(self) -> str:

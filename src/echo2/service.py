@@ -19,6 +19,7 @@ import contextlib
 import fcntl
 import json
 import os
+import sqlite3
 import time
 import uuid
 from collections import Counter, deque
@@ -42,13 +43,16 @@ from echo2.core.events import (
     StopRequested,
     Tick,
 )
+from echo2.core.restored import Restored
 from echo2.core.settings import CoordinatorSettings
 from echo2.core.status import status as core_status
 from echo2.embedding import EmbeddedLearner, Tensors
-from echo2.errors import ConfigError, RemoteProtocolError
+from echo2.errors import ConfigError, ProtocolError, RemoteProtocolError
+from echo2.folder_errors import folder_errors
 from echo2.frames import frames_problem
 from echo2.http_api import HttpApi
 from echo2.learner_client import Batch
+from echo2.ledger import durable as ledger
 from echo2.ledger.durable import DurableLedger
 from echo2.ledger.events_log import EventsLog
 from echo2.messages import (
@@ -78,6 +82,11 @@ QUIET_EVENTS: Final = frozenset(
 )
 """Events too frequent for the log at level info."""
 LOCAL_LEARNER: Final = PeerId("learner:embedded")
+UNREADABLE: Final = (
+    *(sqlite3.Error, ProtocolError),
+    *(ValueError, TypeError, LookupError, AttributeError),  # of a line that lacks a field
+)
+"""What comes of records that were damaged, or are another program's."""
 
 
 def settings_of(config: Config, run_id: str) -> CoordinatorSettings:
@@ -182,20 +191,21 @@ class Coordinator:
                     await self._goodbye.wait()
 
     async def _start(self) -> None:
-        self.run_dir.mkdir(parents=True, exist_ok=True)
         self._exit.push_async_callback(close_context, self._context)
+        with folder_errors(self.run_dir):
+            self.run_dir.mkdir(parents=True, exist_ok=True)
         self._exit.enter_context(_only_coordinator_of(self.run_dir))
         self._log = EventsLog(self.run_dir / "events.jsonl")
         self._log.open()
         self._exit.push_async_callback(self._ledger.stop)
         self._exit.callback(self._log.close)
-        restored = await asyncio.to_thread(self._ledger.restored)
+        restored = await asyncio.to_thread(self._restored)
         self.run_id = self._known_run_id()
         self._core = CoordinatorState(settings_of(self.config, self.run_id), restored)
         resolved = self.run_dir / "config.resolved.toml"
         if not resolved.exists():
-            # It may hold a token.
-            write_whole(resolved, config_to_toml(self.config).encode(), mode=0o600)
+            with folder_errors(self.run_dir):  # it may hold a token
+                write_whole(resolved, config_to_toml(self.config).encode(), mode=0o600)
         await self._ledger.start(lambda record_id: self.feed(Persisted(record_id)))
         await self._listen()
         await self._serve_http()
@@ -207,20 +217,17 @@ class Coordinator:
         self._tasks.start(self._ledger.wait(), name="ledger")
         self._tasks.start(self._sockets.wait(), name="sockets")
         self.feed(Tick())
-        write_whole(
-            self.run_dir / "coordinator.json",
-            json.dumps(
-                {
-                    "run_id": self.run_id,
-                    "control": self.control_endpoint,
-                    "rollouts": self.rollouts_endpoint,
-                    "join": self._sockets.join_endpoint,
-                    "http": self.http_url,
-                    "public_key": self.public_key,
-                    "pid": os.getpid(),
-                }
-            ).encode(),
-        )
+        record = {
+            "run_id": self.run_id,
+            "control": self.control_endpoint,
+            "rollouts": self.rollouts_endpoint,
+            "join": self._sockets.join_endpoint,
+            "http": self.http_url,
+            "public_key": self.public_key,
+            "pid": os.getpid(),
+        }
+        with folder_errors(self.run_dir):
+            write_whole(self.run_dir / "coordinator.json", json.dumps(record).encode())
         log.info(
             "coordinator_started",
             run_id=self.run_id,
@@ -229,11 +236,37 @@ class Coordinator:
             step=self._core.state.step,
         )
 
+    def _restored(self) -> Restored | None:
+        """What an earlier coordinator left. ConfigError when it cannot be read."""
+        index, payloads = self.run_dir / ledger.FILE, self.run_dir / ledger.FOLDER
+        if not index.exists() and payloads.is_dir() and any(payloads.iterdir()):
+            raise ConfigError(
+                f"{index} is gone, and {payloads} holds groups that it knew of; restore it from a "
+                "copy; or remove that folder, and the groups in it are sampled again"
+            )
+        try:
+            return self._ledger.restored()
+        except UNREADABLE as error:
+            raise ConfigError(
+                f"what an earlier coordinator left in {self.run_dir} ({ledger.FILE}, "
+                f"{ledger.FOLDER}/, events.jsonl) cannot be read ({type(error).__name__}: "
+                f"{error}); restore the folder from a copy, or give another --run-dir"
+            ) from error
+
     def _known_run_id(self) -> str:
-        """The id that this folder's run has, or a new one."""
-        with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
-            return str(json.loads((self.run_dir / "coordinator.json").read_text())["run_id"])
-        return uuid.uuid4().hex[:16]
+        """The id that this folder's run has, or a new one. ConfigError for a file that does not
+        say: under another id all that belongs to the run would be refused."""
+        path = self.run_dir / "coordinator.json"
+        try:
+            return str(json.loads(path.read_text())["run_id"])
+        except FileNotFoundError:
+            return uuid.uuid4().hex[:16]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path} does not say which run this is ({type(error).__name__}: {error}); restore "
+                "it from a copy, or remove it: the run gets a new id then, and its learner and "
+                "workers must be started again"
+            ) from error
 
     async def _listen(self) -> None:
         self._sockets = CoordinatorSockets(
@@ -449,7 +482,9 @@ class Coordinator:
 @contextlib.contextmanager
 def _only_coordinator_of(run_dir: Path) -> Iterator[None]:
     """Two on one folder would hand out the same tasks and mix their records."""
-    with (run_dir / "coordinator.lock").open("a+", encoding="ascii") as file:
+    with contextlib.ExitStack() as stack:
+        with folder_errors(run_dir):
+            file = stack.enter_context((run_dir / "coordinator.lock").open("a+", encoding="ascii"))
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -28,7 +28,8 @@ Mbit = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 """Rates of links: 10⁶ bits per second."""
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Real = Annotated[float, Field(allow_inf_nan=False)]
-Reward = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
+REWARD_MAX: Final = 1e30
+Reward = Annotated[float, Field(ge=-REWARD_MAX, le=REWARD_MAX, allow_inf_nan=False)]
 """So bounded that sums and squares of many stay finite."""
 Name = Annotated[str, Field(strict=True, min_length=1, max_length=128, pattern=r"^[\w.:@+-]+$")]
 Text = Annotated[str, Field(strict=True, max_length=2048)]

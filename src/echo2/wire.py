@@ -77,8 +77,9 @@ def decode(
     wrong_receiver.
     """
     if not 1 <= len(frames) <= FRAMES_MAX:
+        told = f"more than {FRAMES_MAX} frames" if frames else "no frame"
         raise RemoteProtocolError(
-            f"a message of {len(frames)} frames came; it has 1 to {FRAMES_MAX}", reason="frames"
+            f"a message of {told} came; 1 to {FRAMES_MAX} are allowed", reason="frames"
         )
     name, fields = _parse_header(frames[0])
     codec = _codec_named(name)
@@ -218,7 +219,9 @@ def _check_shape(fields: dict[str, Any], codec: _Codec) -> None:
     keys would cost a minute and gigabytes."""
     for name, value in fields.items():
         if name not in codec.lengths:
-            raise RemoteProtocolError(f"{codec.name} has no field {_short(name)}")
+            raise RemoteProtocolError(
+                f"{codec.name} has no field {_short(name)}; does the peer run another release?"
+            )
         most = codec.lengths[name]
         if most is not None and isinstance(value, tuple | dict) and len(value) > most:
             raise RemoteProtocolError(
@@ -247,7 +250,8 @@ def _unpack(data: Buffer, *, max_bytes: int, use_list: bool, max_map_items: int)
         )
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         # TypeError: a key that cannot be hashed.
-        raise RemoteProtocolError(f"not MessagePack: {_short(error)}") from None
+        cause = _short(error) or type(error).__name__
+        raise RemoteProtocolError(f"not MessagePack: {cause}; echo2 sends nothing else") from None
 
 
 def _refuse_extension(code: int, _: bytes) -> None:
@@ -267,7 +271,8 @@ def _first_problem(error: ValidationError) -> str:
         return f"{error.error_count()} problems"  # pydantic tells all or none
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = ".".join(str(part) for part in problem["loc"])
-    return f"{_short(place)}: {_short(problem['msg'])}" if place else _short(problem["msg"])
+    said = _short(problem["msg"].removeprefix("Value error, "))
+    return f"{_short(place)}: {said}" if place else said
 
 
 def _short(text: object) -> str:

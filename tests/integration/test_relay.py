@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, replace
@@ -311,5 +312,28 @@ def test_a_stranger_s_relay_is_not_let_in(tmp_path: Path) -> None:
             fleet.relays["w-2"].set_peers([known])
             check(await fleet.fetch("w-2", manifest, Stripe(NUM_CHUNKS, ("w-1",))), manifest)
             assert fleet.sent("w-1") == 0
+
+    run(scenario())
+
+
+def test_a_later_version_costs_no_more_than_an_earlier_one(tmp_path: Path) -> None:
+    """Chunks that are sent, and open files, do not grow from version to version."""
+
+    async def scenario() -> None:
+        names, num_chunks = ("w-1", "w-2"), 24
+        sent, files = [], []
+        async with a_fleet(tmp_path, *names) as fleet:
+            for seed in range(1, 13):
+                before = sum(fleet.sent(name) for name in ("origin", *names))
+                manifest = fleet.write(seed, num_chunks)
+                fetches = [
+                    fleet.fetch(name, manifest, chain(names, name, num_chunks)) for name in names
+                ]
+                for fetch in fetches:
+                    check(await fetch, manifest)
+                sent.append(sum(fleet.sent(name) for name in ("origin", *names)) - before)
+                files.append(len(os.listdir("/proc/self/fd")))
+        assert sum(sent[-4:]) <= 1.5 * 4 * len(names) * num_chunks
+        assert max(files[-4:]) <= max(files[4:8])
 
     run(scenario())

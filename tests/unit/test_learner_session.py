@@ -14,6 +14,8 @@ from echo2.types import Task
 class Transport:
     """Answers the hello, and notes that tasks came."""
 
+    trouble = ""
+
     def __init__(self) -> None:
         self.tasks_came = asyncio.Event()
         self.receive: Callable[[Message], None] = lambda message: None

@@ -35,7 +35,7 @@ from typing import Any, Final, Literal, Protocol, cast, runtime_checkable
 import numpy as np
 
 from echo2.errors import ConfigError, EnvironmentError_
-from echo2.types import TOKENS_MAX, Sampling, Span, Task
+from echo2.types import REWARD_MAX, TOKENS_MAX, Sampling, Span, Task
 from echo2_workers.engine import Logprobs, Tokens
 
 Split = Literal["train", "eval"]
@@ -131,13 +131,20 @@ class RolloutBuilder:
     def finish(
         self, reward: float, *, finish: Finish | None = None, info: Mapping[str, Any] | None = None
     ) -> Rollout:
-        """The rollout; `finish` is that of the last completion unless given."""
+        """The rollout; `finish` is that of the last completion unless given. EnvironmentError_
+        for a reward that is none."""
+        try:
+            number = float(reward)
+        except (TypeError, ValueError):
+            raise EnvironmentError_(
+                f"the reward is {reward!r:.200}, a {type(reward).__name__}; it must be a number"
+            ) from None
         return Rollout(
             token_ids=np.asarray(self.token_ids, np.int32),
             logprobs=np.asarray(self._logprobs, np.float32),
             loss_mask=np.asarray(self._loss_mask, np.bool_),
             spans=tuple(self._spans),
-            reward=float(reward),
+            reward=number,
             prompt_length=self._prompt_length,
             num_turns=self.num_turns,
             finish=self._finish if finish is None else finish,
@@ -173,6 +180,10 @@ def check_rollout(rollout: object) -> Rollout:
         )
     if not np.isfinite(rollout.reward):
         raise EnvironmentError_(f"the reward is {rollout.reward}; it must be a finite number")
+    if abs(rollout.reward) > REWARD_MAX:
+        raise EnvironmentError_(
+            f"the reward is {rollout.reward:g}; at most {REWARD_MAX:g} is allowed, to either side"
+        )
     if not 1 <= len(rollout.spans) <= SPANS_MAX:
         raise EnvironmentError_(
             f"{len(rollout.spans)} spans of versions; a trajectory has 1 to {SPANS_MAX}: it needs "

@@ -202,7 +202,11 @@ class EnvironmentSlot:
             guilty, entered = marker.read()
             if reader.done():
                 how = await _how(child)
-                raise _EndedError(f"environment code ended its process ({how})", guilty=guilty)
+                raise _EndedError(
+                    f"environment code ended its process ({how}); what ends it fails this group "
+                    "alone, and an exception would say why",
+                    guilty=guilty,
+                )
             blocked_s = now - max(entered, trusted_from)
             if guilty and blocked_s >= self._hang_timeout_s:
                 raise _EndedError(

@@ -18,6 +18,7 @@ from typing import IO, Final
 
 from echo2.config import Config
 from echo2.errors import ConfigError
+from echo2.folder_errors import folder_errors
 from echo2.net.keys import (
     NAME_PATTERN,
     RESERVED_PATTERN,
@@ -48,8 +49,14 @@ class Identity:
 def claim_identity(config: Config, run_dir: Path, name: str) -> Identity:
     """Take `name`, or a free one made from the host's; make and authorize its key.
 
-    Raises ConfigError when the name is in use here or cannot name a worker.
+    Raises ConfigError when the name is in use here or cannot name a worker, and when the
+    folders cannot be written.
     """
+    with folder_errors(run_dir):
+        return _claim(config, run_dir, name)
+
+
+def _claim(config: Config, run_dir: Path, name: str) -> Identity:
     keys_dir = Path(config.net.keys_dir) if config.net.keys_dir else run_dir / "keys"
     folders = [run_dir / "workers", *([keys_dir] if config.net.curve else [])]
     for folder in folders:

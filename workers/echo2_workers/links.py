@@ -48,8 +48,11 @@ def find_coordinator(config: Config, run_dir: Path) -> Address:
         raise Echo2Error(
             f"there is no {path}: start the coordinator of this run, or set net.coordinator"
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise Echo2Error(f"{path} does not say where the coordinator is ({error!r})") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Echo2Error(
+            f"{path} does not say where the coordinator is ({type(error).__name__}: {error}); "
+            "start the coordinator again"
+        ) from error
 
 
 class Links:

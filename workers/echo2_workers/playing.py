@@ -115,7 +115,9 @@ def _header(rollout: Rollout) -> TrajectoryHeader:
             }
         )
     except ValidationError as error:
-        raise EnvironmentError_(f"a rollout that no group can hold: {told(error)}") from error
+        raise EnvironmentError_(
+            f"a rollout that no group can hold: {_first_problem(error)}"
+        ) from error
 
 
 @dataclass(slots=True)
@@ -132,7 +134,13 @@ async def _play(
     async def ask(token_ids: Sequence[int], sampling: Sampling | None = None) -> Completion:
         nonlocal turn
         if sampling is not None:
-            sampling = _SAMPLINGS.validate_python(asdict(sampling))
+            try:
+                sampling = _SAMPLINGS.validate_python(asdict(sampling))
+            except ValidationError as error:
+                raise EnvironmentError_(
+                    f"trajectory {index}: generate was given a sampling with "
+                    f"{_first_problem(error)}"
+                ) from error
         request = GenerateRequest(
             token_ids=[int(token_id) for token_id in token_ids],
             sampling=job.sampling if sampling is None else sampling,
@@ -166,6 +174,14 @@ async def _play(
         raise EnvironmentError_(f"trajectory {index}: {told(error)}") from error
     clock.total_s = time.monotonic() - began
     return rollout
+
+
+def _first_problem(error: ValidationError) -> str:
+    """The first of a value's problems in one line, bounded."""
+    problem = error.errors(include_url=False, include_context=False)[0]
+    place = ".".join(str(part) for part in problem["loc"])
+    text = f"{place} = {problem['input']!r}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
+    return text if len(text) <= TEXT_MAX else text[: TEXT_MAX - 3] + "..."
 
 
 def told(error: BaseException) -> str:

@@ -19,13 +19,14 @@ def main(path: Path, run_dir: Path | None, overrides: list[str]) -> int:
     config = load_config(path, overrides)
     setup_logging(config.log.level, config.log.format)
     folder = RunFolder.of(config, run_dir)
-    folder.prepare(config)
+    folder.make()
     return uvloop.run(_serve(config, folder))
 
 
 async def _serve(config: Config, folder: RunFolder) -> int:
     loop = asyncio.get_running_loop()
     async with Coordinator(config, run_dir=folder.path) as coordinator:
+        folder.prepare(config)  # not before the folder is ours: another one may be at work there
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, coordinator.stop, f"{number.name} received")
         return await coordinator.run_until_finished()

@@ -37,6 +37,7 @@ def main(
     if replay is not None:
         return _replay(path, config, replay, run_dir, overrides, resume=resume)
     folder = RunFolder.of(config, run_dir)
+    folder.make()
     settings = [word for override in overrides for word in ("--set", override)]
     arguments = [str(path), "--run-dir", str(folder.path), *settings]
     with_origin = with_origin and is_lead()

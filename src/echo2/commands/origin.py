@@ -13,4 +13,6 @@ from echo2.weights.origin import run_origin
 def main(path: Path, run_dir: Path | None, overrides: list[str]) -> int:
     config = load_config(path, overrides)
     setup_logging(config.log.level, config.log.format)
-    return run_origin(config, RunFolder.of(config, run_dir).path)
+    folder = RunFolder.of(config, run_dir)
+    folder.make()
+    return run_origin(config, folder.path)

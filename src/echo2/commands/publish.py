@@ -156,7 +156,7 @@ def _check_reachable(config: Config, folder: RunFolder) -> None:
                 f'"{config.net.host}" could not be reached from there: --set net.host=ADDRESS '
                 "with this machine's address, and net.origin_port with an open port"
             )
-        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.make()
         return
     record = folder.coordinator()
     if record is None or not is_alive(record.get("pid")):

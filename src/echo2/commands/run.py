@@ -36,7 +36,7 @@ def main(path: Path, run_dir: Path | None, overrides: list[str], *, resume: bool
     need_trackers(config.trackers)
     if config.worker.engine == "transformers":
         need_extras("worker")
-    folder.path.mkdir(parents=True, exist_ok=True)
+    folder.make()
     with folder.locked():
         return _run(config, folder, path, resume=resume)
 

@@ -6,6 +6,7 @@ renamed by that process, so a reader sees a whole one or none.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 from echo2.config import Config, config_to_toml
 from echo2.errors import Echo2Error
+from echo2.folder_errors import folder_errors
 
 
 class RunFolder:
@@ -33,20 +35,35 @@ class RunFolder:
         return cls(run_dir if run_dir is not None else Path(config.run.dir) / config.run.name)
 
     def is_used(self) -> bool:
-        """Whether it holds anything of a run but keys: a join token may be made before."""
-        return self.path.exists() and any(each.name != "keys" for each in self.path.iterdir())
+        """Whether it holds anything of a run but keys: a join token may be made before.
+        ConfigError when that cannot be seen."""
+        with folder_errors(self.path):
+            return self.path.exists() and any(each.name != "keys" for each in self.path.iterdir())
+
+    def make(self) -> None:
+        """Make the folder and that of its logs. ConfigError when they cannot be made."""
+        with folder_errors(self.path):
+            self.logs.mkdir(parents=True, exist_ok=True)
 
     def prepare(self, config: Config) -> None:
-        """Make the folder and write the resolved configuration (it may hold a token: 0600)."""
-        self.logs.mkdir(parents=True, exist_ok=True)
+        """Make the folder and write the resolved configuration (it may hold a token: 0600).
+        ConfigError when the disk does not take it; an earlier one is unchanged then."""
+        self.make()
         aside = self.resolved_config.with_suffix(f".{os.getpid()}")
-        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write("# Every setting of this run with its value, as read at its start.\n")
-            file.write(config_to_toml(config))
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(self.resolved_config)
+        with folder_errors(self.path):
+            descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                    file.write(
+                        "# Every setting of this run with its value, as read at its start.\n"
+                    )
+                    file.write(config_to_toml(config))
+                    file.flush()
+                    os.fsync(file.fileno())
+                aside.replace(self.resolved_config)
+            except OSError:
+                aside.unlink(missing_ok=True)
+                raise
 
     def coordinator(self) -> dict[str, Any] | None:
         """What a coordinator wrote about itself, or None."""
@@ -58,7 +75,9 @@ class RunFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Held while `echo2 run` works on the folder; a second one is refused."""
-        with self._lock.open("a+", encoding="utf-8") as file:
+        with contextlib.ExitStack() as stack:
+            with folder_errors(self.path):
+                file = stack.enter_context(self._lock.open("a+", encoding="utf-8"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -76,8 +95,12 @@ class RunFolder:
         path = self.path / name
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            raise Echo2Error(
+                f"{path} cannot be read ({error.strerror}); let this user read it"
+            ) from error
         except ValueError as error:
             raise Echo2Error(f"{path} is not JSON ({error}); remove it and start again") from error
         if not isinstance(record, dict):

@@ -28,12 +28,27 @@ async def fetch_status(
             if reply.status in (401, 403):
                 raise Echo2Error(f"{address} wants its http.token: give --token")
             if reply.status != 200:
-                raise Echo2Error(f"{address} answered {reply.status} {reply.reason}")
+                raise Echo2Error(
+                    f"{address} answered {reply.status} {reply.reason}; is this the http of a "
+                    "coordinator?"
+                )
             status = await reply.json()
     except TimeoutError as error:
         raise Echo2Error(f"{address} did not answer within {timeout_s:g} s") from error
+    except aiohttp.InvalidURL as error:
+        raise Echo2Error(
+            f'"{url}" is no address of a coordinator; give http://HOST:PORT, as its log and '
+            "RUN/coordinator.json name it"
+        ) from error
+    except aiohttp.ClientConnectionError as error:
+        raise Echo2Error(
+            f"nothing answers at {address}; does the coordinator run there, and can this machine "
+            "reach it?"
+        ) from error
     except (aiohttp.ClientError, ValueError) as error:
-        raise Echo2Error(f"{address} cannot be read: {error}") from error
+        raise Echo2Error(
+            f"{address} answered what is no status ({error}); is this the http of a coordinator?"
+        ) from error
     if not isinstance(status, dict):
         raise Echo2Error(f"{address} answered no JSON object")
     return status

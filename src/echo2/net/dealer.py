@@ -307,14 +307,15 @@ class Dealer:
                 f"authorized there",
             )
             return True
-        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+        is_broken_off = event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL or (is_broken_off and self._keys is None):
             self._set_state(
                 Connection.CONNECTING,
                 f"{at} does not speak our protocol; is that its port, and is net.curve the same "
                 f"on both sides?",
             )
             return True
-        if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+        if is_broken_off:
             self._set_state(
                 Connection.CONNECTING,
                 f"{at} broke the handshake off; is the server's public key right?",

@@ -23,6 +23,7 @@ import structlog
 import zmq
 
 from echo2.errors import ConfigError
+from echo2.folder_errors import folder_errors
 
 log = structlog.get_logger()
 
@@ -66,12 +67,14 @@ class KeyPair:
 def load_or_create_key(path: str | os.PathLike[str]) -> KeyPair:
     """The key pair in the file `path`, made on first use (two processes get the same one).
 
-    Raises ConfigError when others can read the file or when it holds no key.
+    Raises ConfigError when others can read the file, when it holds no key, and when it cannot
+    be made.
     """
     path = Path(path)
-    if not path.exists():
-        _make_folder(path.parent)
-        _create_key(path, KeyPair.generate())
+    with folder_errors(path.parent, setting="net.keys_dir"):
+        if not path.exists():
+            _make_folder(path.parent)
+            _create_key(path, KeyPair.generate())
     return _load_key(path)
 
 
@@ -159,8 +162,9 @@ class AllowList:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        _make_folder(self.folder)
-        mode = self.folder.stat().st_mode
+        with folder_errors(self.folder, setting="net.keys_dir"):
+            _make_folder(self.folder)
+            mode = self.folder.stat().st_mode
         if mode & 0o022:
             raise ConfigError(
                 f"allow-list {self.folder} can be written by others (mode {mode & 0o777:04o}), who "
@@ -217,21 +221,22 @@ class AllowList:
                 f"its own; revoke {holder} first or make a new key"
             )
         path = self.folder / f"{name}.pub"
-        aside = _write_aside(path, f"{public_key}\n", mode=0o644)
-        try:
-            if replace:
-                aside.rename(path)
-            else:
-                os.link(aside, path)  # unlike a rename, it never replaces another's key
-        except FileExistsError:
-            if holder != name:
-                raise ConfigError(
-                    f"the name {name} has another key already; revoke it first (echo2 keys revoke "
-                    f"{name}), or choose another name"
-                ) from None
-        finally:
-            aside.unlink(missing_ok=True)
-            self._reread()
+        with folder_errors(self.folder, setting="net.keys_dir"):
+            aside = _write_aside(path, f"{public_key}\n", mode=0o644)
+            try:
+                if replace:
+                    aside.rename(path)
+                else:
+                    os.link(aside, path)  # unlike a rename, it never replaces another's key
+            except FileExistsError:
+                if holder != name:
+                    raise ConfigError(
+                        f"the name {name} has another key already; revoke it first (echo2 keys "
+                        f"revoke {name}), or choose another name"
+                    ) from None
+            finally:
+                aside.unlink(missing_ok=True)
+                self._reread()
 
     def revoke(self, name: str) -> bool:
         """Take `name` off the list; False if it was not on it."""
@@ -319,8 +324,13 @@ def _load_key(path: Path) -> KeyPair:
                     f"owner may; run: chmod 600 {path}"
                 )
             lines = file.read(4096).split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"secret key {path} cannot be read: {error}") from error
+    except UnicodeDecodeError:
+        lines = []  # no text at all
+    except OSError as error:
+        raise ConfigError(
+            f"secret key {path} cannot be read ({error.strerror}); let this user, and nobody else, "
+            "read it, or give another net.keys_dir"
+        ) from error
     secrets = [line.strip() for line in lines if line.strip() and not line.startswith("# ")]
     if len(secrets) != 1 or not _KEY_PATTERN.fullmatch(secrets[0]):
         raise ConfigError(

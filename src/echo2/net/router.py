@@ -280,8 +280,9 @@ class Router:
             except zmq.ZMQError as error:
                 if error.errno != zmq.EADDRINUSE or loop.time() > deadline:
                     raise ConfigError(
-                        f"the {self._lane} socket cannot listen on {self._bind}: {error.strerror}; "
-                        f"choose an address of this machine and a free port (0: any free port)"
+                        f"the {self._lane} socket cannot listen on {self._bind}: "
+                        f"{zmq.strerror(error.errno or 0)}; choose an address of this machine and "
+                        f"a free port (0: any free port)"
                     ) from error
                 await asyncio.sleep(_BIND_RETRY_S)
             else:

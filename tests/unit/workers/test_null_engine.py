@@ -189,3 +189,26 @@ def test_a_cancelled_call_frees_the_engine_to_finish() -> None:
         await engine.stop()
 
     run(scenario())
+
+
+@pytest.mark.parametrize("mode", ["continue", "finish", "abort"])
+def test_installs_among_many_requests_end_and_every_request_is_answered(mode: Any) -> None:
+    """Two hundred are under way whenever a version comes, ten times; nobody waits for ever."""
+
+    async def scenario() -> None:
+        engine = await an_engine(install_s=0.5, tokens_mean=400.0)
+        groups = [asyncio.create_task(a_group(engine, 4, seed)) for seed in range(50)]
+        for step in range(2, 12):
+            await asyncio.sleep(0.3)
+            await engine.pause(mode)
+            late = asyncio.create_task(a_group(engine, 4, 1000 + step))
+            await engine.load({}, Version(1, step))
+            engine.resume()
+            groups.append(late)
+        answered = [each for group in await asyncio.gather(*groups) for each in group]
+        assert len(answered) == 60 * 4
+        assert all(len(each.token_ids) == 100 for each in answered)
+        assert not engine._runs
+        await engine.stop()
+
+    run(scenario())

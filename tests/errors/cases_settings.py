@@ -1,0 +1,155 @@
+"""Settings: the TOML file, its keys and values, what they mean together, and --set."""
+
+from __future__ import annotations
+
+from bad_input import Bench, Told, a_place_without_rights, case
+
+
+@case("a line that is not TOML")
+def _(bench: Bench) -> Told:
+    return bench.command("check", bench.config("[learner]", "steps ="))
+
+
+@case("a text without its closing quote")
+def _(bench: Bench) -> Told:
+    bench.config_path.write_text('[run]\nname = "tiny')
+    return bench.command("check", bench.config_path)
+
+
+@case("a table that is there twice")
+def _(bench: Bench) -> Told:
+    return bench.command("check", bench.config("[learner]", "steps = 3", "[learner]"))
+
+
+@case("a file that is not UTF-8")
+def _(bench: Bench) -> Told:
+    bench.config_path.write_bytes(b'[run]\nname = "\xff"\n')
+    return bench.command("check", bench.config_path)
+
+
+@case("a file that is not there, while one of nearly its name is")
+def _(bench: Bench) -> Told:
+    (bench.folder / "quickstart.toml").touch()
+    return bench.command("check", bench.folder / "quikstart.toml")
+
+
+@case("a file in a folder that is not there")
+def _(bench: Bench) -> Told:
+    return bench.command("check", bench.folder / "none" / "run.toml")
+
+
+@case("a folder instead of a file")
+def _(bench: Bench) -> Told:
+    return bench.command("check", bench.folder)
+
+
+@case("a file that this user may not read")
+def _(bench: Bench) -> Told:
+    bench.command("check", bench.folder)  # what is imported, is imported with all rights
+    with a_place_without_rights(bench, readable=False) as folder:
+        return bench.command("check", folder / "run.toml")
+
+
+@case("a key that is nearly one")
+def _(bench: Bench) -> Told:
+    return bench.command("check", bench.config("[log]", 'levels = "info"'))
+
+
+@case("a key of another table")
+def _(bench: Bench) -> Told:
+    return bench.command("check", bench.config("[http]", "curve = true"))
+
+
+@case("a table that is nearly one")
+def _(bench: Bench) -> Told:
+    return bench.command("check", bench.config("[rollout]", "keep_steps = 3"))
+
+
+@case("a number in quotes")
+def _(bench: Bench) -> Told:
+    return bench.command("check", bench.config("[learner]", 'learning_rate = "2e-4"'))
+
+
+@case("a number out of its range")
+def _(bench: Bench) -> Told:
+    return bench.command("check", bench.config("[staleness]", "max = -1"))
+
+
+@case("a word that is none of those allowed")
+def _(bench: Bench) -> Told:
+    return bench.command("check", bench.config("[staleness]", 'late = "wiat"'))
+
+
+@case("a value where a table belongs")
+def _(bench: Bench) -> Told:
+    return bench.command("check", bench.config("cost = 3"))
+
+
+@case("a name with a space")
+def _(bench: Bench) -> Told:
+    return bench.command("check", bench.config("[run]", 'name = "my run"'))
+
+
+@case("a precision that cannot be published")
+def _(bench: Bench) -> Told:
+    return bench.command("check", bench.config("[model]", 'dtype = "float16"'))
+
+
+@case("several mistakes at once")
+def _(bench: Bench) -> Told:
+    lines = ("[cost]", "budget = 3", "[staleness]", "max = 1", "period = 5")
+    return bench.command("check", bench.config(*lines), "--set", "log.level=loud")
+
+
+@case("a period that outlasts the window")
+def _(bench: Bench) -> Told:
+    return bench.command("check", bench.config("[staleness]", "max = 1", "period = 3"))
+
+
+@case("late = mask while generations are broken off")
+def _(bench: Bench) -> Told:
+    lines = ("[staleness]", 'late = "mask"', "[worker]", 'on_update = "abort"')
+    return bench.command("check", bench.config(*lines))
+
+
+@case("heartbeats in the wrong order")
+def _(bench: Bench) -> Told:
+    return bench.command("check", bench.config("[heartbeat]", "suspect_s = 20"))
+
+
+@case("an environment's setting that cannot travel")
+def _(bench: Bench) -> Told:
+    lines = ("[environment.settings]", "since = 2026-01-01")
+    return bench.command("check", bench.config(*lines))
+
+
+@case("a group too large for a message")
+def _(bench: Bench) -> Told:
+    lines = ("[sampling]", "max_tokens = 262144", "[dispatch]", "group_size = 1024")
+    return bench.command("check", bench.config(*lines))
+
+
+@case("--set without a value")
+def _(bench: Bench) -> Told:
+    return bench.command("check", bench.config(), "--set", "learner.steps")
+
+
+@case("--set of what is no key")
+def _(bench: Bench) -> Told:
+    return bench.command("check", bench.config(), "--set", "learner steps=3")
+
+
+@case("--set of a key below a value")
+def _(bench: Bench) -> Told:
+    config = bench.config("[learner]", "steps = 5")
+    return bench.command("check", config, "--set", "learner.steps.more=3")
+
+
+@case("--set of a list without its end")
+def _(bench: Bench) -> Told:
+    return bench.command("check", bench.config(), "--set", "sampling.stop=[1,")
+
+
+@case("no local worker for echo2 run")
+def _(bench: Bench) -> Told:
+    return bench.command("run", bench.config("[workers]", "local = 0"))
