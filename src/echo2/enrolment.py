@@ -28,12 +28,8 @@ from echo2.net.rate_limit import RateLimit
 from echo2.net.router import Router
 from echo2.net.sockets import JOIN_DOMAIN
 from echo2.net.tasks import OwnedTasks
-from echo2.net.token_book import (
-    EnrolmentRefusedError,
-    TokenBook,
-    TokenKeys,
-    id_of_connection,
-)
+from echo2.net.token_book import EnrolmentRefusedError, TokenBook
+from echo2.net.token_keys import TokenKeys, id_of_connection
 from echo2.net.wakeups import Signal
 from echo2.types import PeerId
 

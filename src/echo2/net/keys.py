@@ -6,7 +6,7 @@ keys/authorized/NAME.pub public key of a peer that may connect, and that is NAME
 Files are written aside and renamed: a reader sees a whole key or none. The allow-list is
 re-read whenever its folder changes (a file added, removed or renamed into place); a file
 that is edited in place is not noticed. Who connects is decided in `net.auth`, and every
-message is checked again in `net.router`. Keys that let one enrol are in `net.token_book`.
+message is checked again in `net.router`. Keys that let one enrol are in `net.token_keys`.
 """
 
 from __future__ import annotations

@@ -12,14 +12,14 @@ use is noted as done. Whoever asks again with the same key, because an answer wa
 coordinator died between two steps, gets the same answer and uses up nothing. A key that was
 taken off the allow-list afterwards does not come back by its token.
 
-`TokenKeys` is what ZeroMQ's handshakes see of it.
+What ZeroMQ's handshakes see of it is `net.token_keys`.
 """
 
 from __future__ import annotations
 
 import fcntl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,6 @@ from echo2.net.keys import (
     NAME_PATTERN,
     RESERVED_PATTERN,
     AllowList,
-    FolderWatch,
     KeyPair,
     check_name,
 )
@@ -278,63 +277,6 @@ class TokenBook:
         with (self.folder / ".lock").open("a", encoding="ascii") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
-
-
-class TokenKeys:
-    """Live tokens as keys of the enrolment socket (a `KeyList`).
-
-    Each connection has a name of its own, "ID.N": machines that share a token are told apart.
-    """
-
-    def __init__(self, book: TokenBook, *, clock: Callable[[], float] = time.time) -> None:
-        self.generation = 0
-        self._book = book
-        self._clock = clock
-        self._watch = FolderWatch(book.folder)
-        self._by_key: dict[str, TokenRecord] = {}
-        self._by_id: dict[str, TokenRecord] = {}
-        self._num_named = 0
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Read the folder if it changed. Costs one stat otherwise."""
-        if not self._watch.changed():
-            return
-        records = self._book.records()
-        by_key = {record.public_key: record for record in records}
-        if by_key != self._by_key:
-            self._by_key = by_key
-            self._by_id = {record.id: record for record in records}
-            self.generation += 1
-
-    def name_of(self, public_key: str) -> str | None:
-        self.refresh()
-        record = self._by_key.get(public_key)
-        if record is None or record.refusal(self._clock()):
-            return None
-        self._num_named += 1
-        return f"{record.id}.{self._num_named}"
-
-    def refusal(self, public_key: str) -> str:
-        record = self._by_key.get(public_key)
-        return "token_unknown" if record is None else record.refusal(self._clock())
-
-    def holds(self, name: str, public_key: str) -> bool:
-        record = self._by_id.get(id_of_connection(name))
-        return (
-            record is not None
-            and record.public_key == public_key
-            and not record.refusal(self._clock())
-        )
-
-    def names(self) -> tuple[str, ...]:
-        """The ids of all tokens that are there."""
-        return tuple(sorted(self._by_id))
-
-
-def id_of_connection(name: str) -> str:
-    """The token of a connection that `TokenKeys` named."""
-    return name.partition(".")[0]
 
 
 def utc(moment: float) -> str:

@@ -11,13 +11,10 @@ from echo2.errors import ConfigError
 from echo2.net import token_book as module
 from echo2.net.keys import AllowList, KeyPair
 from echo2.net.token_book import (
-    RETRY_S,
     TOKENS_MAX,
     EnrolmentRefusedError,
     TokenBook,
-    TokenKeys,
     TokenRecord,
-    id_of_connection,
 )
 
 NOW = 1_000_000.0
@@ -282,64 +279,3 @@ def test_tokens_are_bounded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.makes()
     with pytest.raises(ConfigError, match=r"the most allowed.*echo2 token revoke"):
         run.makes()
-
-
-# ------------------------------------------------------------------------ handshakes
-
-
-def keys_of(run: Run) -> TokenKeys:
-    return TokenKeys(run.book, clock=lambda: run.now)
-
-
-def test_each_connection_of_a_token_has_a_name_of_its_own(run: Run) -> None:
-    keys = keys_of(run)
-    token = run.makes(uses=2)
-    first, second = keys.name_of(token.public_key), keys.name_of(token.public_key)
-    assert first is not None
-    assert second is not None
-    assert first != second
-    assert id_of_connection(first) == id_of_connection(second) == token.id
-    assert keys.holds(first, token.public_key)
-    assert not keys.holds(first, a_key())
-    assert keys.names() == (token.id,)
-
-
-def test_a_key_of_no_token_is_unknown(run: Run) -> None:
-    keys, key = keys_of(run), a_key()
-    run.makes()
-    assert keys.name_of(key) is None
-    assert keys.refusal(key) == "token_unknown"
-
-
-def test_an_expired_token_does_not_open_the_socket_nor_keep_it_open(run: Run) -> None:
-    keys, token = keys_of(run), run.makes()
-    name = keys.name_of(token.public_key)
-    assert name is not None
-    run.now += HOUR
-    assert keys.name_of(token.public_key) is None
-    assert keys.refusal(token.public_key) == "token_expired"
-    assert not keys.holds(name, token.public_key)
-
-
-def test_a_used_up_token_opens_the_socket_only_for_those_whose_answer_may_be_lost(
-    run: Run,
-) -> None:
-    keys, token = keys_of(run), run.makes()
-    run.enrols(token, a_key())
-    run.now += RETRY_S - 1
-    assert keys.name_of(token.public_key) is not None
-    run.now += 1
-    assert keys.name_of(token.public_key) is None
-    assert keys.refusal(token.public_key) == "token_used_up"
-
-
-def test_a_revoked_token_is_forgotten_at_once(run: Run) -> None:
-    keys, token = keys_of(run), run.makes()
-    name = keys.name_of(token.public_key)
-    assert name is not None
-    generation = keys.generation
-    run.book.revoke(token.id)
-    keys.refresh()
-    assert keys.generation == generation + 1
-    assert not keys.holds(name, token.public_key)
-    assert keys.name_of(token.public_key) is None
