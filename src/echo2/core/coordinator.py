@@ -167,6 +167,8 @@ class CoordinatorState:
         elif peer == seat.peer and not seat.silent:
             seat.vacant_since = state.now
             self._learner_left(REVOKED)
+        for lease in state.book.leases_of(peer):  # of before a restart; it did not come back yet
+            state.lose_lease(lease, REVOKED, counted=True, tell=False)
 
     def _persisted(self, record_id: int) -> None:
         found = self.state.pending.pop(record_id, None)

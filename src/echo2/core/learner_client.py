@@ -375,7 +375,9 @@ class LearnerClientState:
         if message.fatal:
             self.state = ClientState.CLOSED
             return [Ended("refused", f"{message.reason}: {message.text}")]
-        if message.reason == "unknown_peer" and self.state is ClientState.SEATED:
+        if message.reason == "unknown_peer":
+            if self.state is ClientState.JOINING:
+                return []  # sent before the hello that is under way
             self.state, self.alone_since = ClientState.JOINING, now
             return self._say_hello(now)
         self.batch_request, self.granted, self.completing = None, None, None

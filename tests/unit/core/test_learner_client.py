@@ -169,7 +169,10 @@ def test_only_one_batch_and_one_step_are_asked_for_at_a_time() -> None:
     with pytest.raises(LocalProtocolError, match="no batch was delivered"):
         client.complete(0, train_s=1, wait_s=0, mismatch={})
     comes_whole(client)
-    client.complete(0, train_s=1, wait_s=0, mismatch={})
+    (completed,) = client.complete(0, train_s=1, wait_s=0, mismatch={})
+    assert isinstance(completed, Transmit)
+    assert isinstance(completed.message, StepCompleted)
+    assert completed.message.groups == ("g0",)
     with pytest.raises(LocalProtocolError, match="step"):
         client.complete(0, train_s=1, wait_s=0, mismatch={})
 
@@ -281,6 +284,10 @@ def test_an_unknown_peer_says_hello_again_and_other_refusals_give_up_the_request
     assert LearnerHello in sent(
         client.received(Refused(reason="unknown_peer", text="who", fatal=False), 1.0)
     )
+    # What was sent before that hello is refused too, and asked again after the welcome.
+    client.request_batch(0)
+    assert client.received(Refused(reason="unknown_peer", text="who", fatal=False), 1.0) == []
+    assert BatchRequest in sent(client.received(a_welcome(), 2.0))
     client = a_seated_client()
     client.request_batch(0)
     refused = Refused(reason="wrong_step", text="v is 3", fatal=False)

@@ -14,6 +14,7 @@ from core_builders import (
     sent,
 )
 
+from echo2.core.events import KeyRevoked
 from echo2.core.group import GroupState
 from echo2.core.restored import Restored, RestoredGroup, RestoredLease
 from echo2.messages import (
@@ -216,6 +217,13 @@ def test_a_lease_whose_worker_does_not_come_back_is_given_up() -> None:
     (lost,) = emitted(scene.tick(after=2.0), "lease_revoked")
     assert (lost["group_id"], lost["reason"]) == ("g6", "w-1 did not come back within 10 s")
     assert scene.state.stream.again == [6]
+
+
+def test_a_lease_whose_worker_is_revoked_before_it_came_back_is_given_up_at_once() -> None:
+    scene = a_restart_in_sampling()
+    scene.tick()
+    (lost,) = emitted(scene.handle(KeyRevoked(PeerId("w-1"))), "lease_revoked")
+    assert (lost["group_id"], lost["reason"]) == ("g6", "its key was revoked")
 
 
 def test_a_group_that_failed_too_often_before_is_not_tried_for_ever() -> None:
