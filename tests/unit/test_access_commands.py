@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from echo2 import cli
 from echo2.commands.run_folder import RunFolder
 from echo2.commands.token import seconds
 from echo2.errors import ConfigError
@@ -19,36 +15,10 @@ from echo2.net.join_token import JoinToken
 from echo2.net.keys import AllowList, KeyPair, load_or_create_key
 from echo2.net.token_book import TokenBook
 
+from .command_line import Echo2
+
 NOW = 1_000_000.0
 REMOTE = '[net]\nhost = "203.0.113.7"\njoin_port = 5703\n'
-
-
-@dataclass(frozen=True)
-class Answer:
-    code: int
-    out: str
-    err: str
-
-
-Echo2 = Callable[..., Answer]
-
-
-@pytest.fixture
-def echo2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Echo2:
-    """Calls the command line in this process."""
-
-    def call(*arguments: object) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["echo2", *map(str, arguments)])
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = end.code or 0
-        else:
-            code = 0
-        captured = capsys.readouterr()
-        return Answer(int(code), captured.out, captured.err)
-
-    return call
 
 
 @pytest.fixture

@@ -5,48 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from echo2 import __version__, cli
+from echo2 import __version__
 from echo2.errors import FencedError
+
+from .command_line import Echo2
 
 COMMANDS = [
     *("run", "coordinator", "learner", "worker", "origin"),
-    *("check", "status", "verify", "rollouts", "setup"),
+    *("check", "status", "verify", "rollouts", "simulate", "setup"),
 ]
-
-
-@dataclass(frozen=True)
-class Answer:
-    code: int
-    out: str
-    err: str
-
-
-Echo2 = Callable[..., Answer]
-
-
-@pytest.fixture
-def echo2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Echo2:
-    """Calls the command line in this process."""
-
-    def call(*arguments: object) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["echo2", *map(str, arguments)])
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = end.code or 0
-        else:
-            code = 0
-        captured = capsys.readouterr()
-        return Answer(int(code), captured.out, captured.err)
-
-    return call
 
 
 @pytest.fixture

@@ -201,7 +201,9 @@ class LocalRun:
                     {stop, *waits}, timeout=REFRESH_S, return_when=asyncio.FIRST_COMPLETED
                 )
                 self._refresh()
-                for process in [waits.pop(task) for task in done if task in waits]:
+                ended = [waits.pop(task) for task in done if task in waits]
+                # What became of the others is told before the coordinator's end ends the run.
+                for process in sorted(ended, key=lambda each: each is self._coordinator):
                     action = await self._on_end(process)
                     if action is Action.FINISH:
                         return
