@@ -78,6 +78,10 @@ def load_or_create_key(path: str | os.PathLike[str]) -> KeyPair:
     return _load_key(path)
 
 
+class NameOrKeyTakenError(ConfigError):
+    """The name has another key, or the key has another name."""
+
+
 class KeyList(Protocol):
     """Whose keys are let in: `AllowList` (a folder), `PeerKeys` (told by the coordinator), or
     `TokenKeys` (join tokens). `refusal`: one word for why a key is not."""
@@ -209,14 +213,15 @@ class AllowList:
     def authorize(self, name: str, public_key: str, *, replace: bool = True) -> None:
         """Let the holder of `public_key` in as `name`; another key of that name is replaced.
 
-        Raises ConfigError for a bad name or key, and for a key that has another name; without
-        `replace` also for a name that has another key, whoever was first.
+        Raises NameOrKeyTakenError for a key that has another name, and without `replace` for a
+        name that has another key, whoever was first; any other ConfigError for a bad name or key,
+        and when the list cannot be written.
         """
         check_name(name)
         check_public_key(public_key, owner=name)
         holder = self.name_of(public_key)
         if holder not in (None, name):
-            raise ConfigError(
+            raise NameOrKeyTakenError(
                 f"the key of {name} is already authorized as {holder}; each peer needs a key of "
                 f"its own; revoke {holder} first or make a new key"
             )
@@ -230,7 +235,7 @@ class AllowList:
                     os.link(aside, path)  # unlike a rename, it never replaces another's key
             except FileExistsError:
                 if holder != name:
-                    raise ConfigError(
+                    raise NameOrKeyTakenError(
                         f"the name {name} has another key already; revoke it first (echo2 keys "
                         f"revoke {name}), or choose another name"
                     ) from None

@@ -35,6 +35,7 @@ from echo2.net.keys import (
     RESERVED_PATTERN,
     AllowList,
     KeyPair,
+    NameOrKeyTakenError,
     check_name,
 )
 from echo2.types import PublicKey
@@ -230,7 +231,7 @@ class TokenBook:
                 self._write(_with_use(record, public_key, use))
             try:
                 allow_list.authorize(use.name, public_key, replace=False)
-            except ConfigError:  # by hand, this very moment: the name to another, or the key
+            except NameOrKeyTakenError:  # by hand, this very moment
                 holder = allow_list.name_of(public_key)
                 if holder is not None:
                     return _known(holder)

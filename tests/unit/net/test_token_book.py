@@ -279,3 +279,20 @@ def test_tokens_are_bounded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.makes()
     with pytest.raises(ConfigError, match=r"the most allowed.*echo2 token revoke"):
         run.makes()
+
+
+def test_an_allow_list_that_cannot_be_written_is_told_and_the_use_is_not_lost(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, key = run.makes(uses=1), a_key()
+
+    def full(*arguments: object, **options: object) -> None:
+        raise ConfigError("the folder cannot be used (No space left on device)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AllowList, "authorize", full)
+        with pytest.raises(ConfigError, match="No space left"):
+            run.book.enrol(record.id, key, now=NOW)
+    assert run.book.enrol(record.id, key, now=NOW).is_new
+    (found,) = run.book.records()
+    assert len(found.enrolled) == 1
