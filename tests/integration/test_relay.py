@@ -323,7 +323,7 @@ def test_a_later_version_costs_no_more_than_an_earlier_one(tmp_path: Path) -> No
         names, num_chunks = ("w-1", "w-2"), 24
         sent, files = [], []
         async with a_fleet(tmp_path, *names) as fleet:
-            for seed in range(1, 13):
+            for seed in range(1, 25):
                 before = sum(fleet.sent(name) for name in ("origin", *names))
                 manifest = fleet.write(seed, num_chunks)
                 fetches = [
@@ -334,6 +334,7 @@ def test_a_later_version_costs_no_more_than_an_earlier_one(tmp_path: Path) -> No
                 sent.append(sum(fleet.sent(name) for name in ("origin", *names)) - before)
                 files.append(len(os.listdir("/proc/self/fd")))
         assert sum(sent[-4:]) <= 1.5 * 4 * len(names) * num_chunks
-        assert max(files[-4:]) <= max(files[4:8])
+        # A few versions stay open at each host; one file more for each version would be twelve.
+        assert max(files[-4:]) <= max(files[8:12]) + 3
 
     run(scenario())
