@@ -22,6 +22,7 @@ from echo2.net.relay import Relay
 from echo2.net.sockets import close_context, make_context
 from echo2.net.version_fetch import FetchLimits
 from echo2.types import PeerId, RelayPeer, Stripe
+from echo2.weights.open_versions import VERSIONS_OPEN_MAX
 from echo2.weights.origin import Origin
 from echo2.weights.snapshot import Manifest
 from echo2.weights.store import ChunkStore, write_version
@@ -323,7 +324,7 @@ def test_a_later_version_costs_no_more_than_an_earlier_one(tmp_path: Path) -> No
         names, num_chunks = ("w-1", "w-2"), 24
         sent, files = [], []
         async with a_fleet(tmp_path, *names) as fleet:
-            for seed in range(1, 13):
+            for seed in range(1, 49):
                 before = sum(fleet.sent(name) for name in ("origin", *names))
                 manifest = fleet.write(seed, num_chunks)
                 fetches = [
@@ -334,6 +335,7 @@ def test_a_later_version_costs_no_more_than_an_earlier_one(tmp_path: Path) -> No
                 sent.append(sum(fleet.sent(name) for name in ("origin", *names)) - before)
                 files.append(len(os.listdir("/proc/self/fd")))
         assert sum(sent[-4:]) <= 1.5 * 4 * len(names) * num_chunks
-        assert max(files[-4:]) <= max(files[4:8])
+        # Some versions stay open at each host; of a file for each version there would be 47.
+        assert files[-1] <= files[0] + 3 * VERSIONS_OPEN_MAX
 
     run(scenario())
