@@ -195,11 +195,13 @@ MUTANTS = (
     Mutant(
         "v moves before the step is durable",
         "batch_desk.py",
-        "        seat.completing = state.persist(StepRecorded("
-        "message.incarnation, message.step, groups))\n",
-        "        record = StepRecorded(message.incarnation, message.step, groups)\n"
-        "        seat.completing = state.persist(record)\n"
-        "        self.step_durable(seat.completing, record)\n",
+        "        seat.completing = state.persist(\n"
+        "            StepRecorded(message.incarnation, message.step, groups, state.cost_usd)\n"
+        "        )\n",
+        "        seat.completing = state.persist(\n"
+        "            StepRecorded(message.incarnation, message.step, groups, state.cost_usd)\n"
+        "        )\n"
+        "        self.step_durable(seat.completing)\n",
     ),
     Mutant(
         "a version is announced before it is durable",
