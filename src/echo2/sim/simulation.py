@@ -118,8 +118,9 @@ class Simulation:
         self.network.heal()
         if self.scenario.steps_after is not None:
             self.steps = min(self.steps, self.core.state.step + self.scenario.steps_after)
-            if self.learner is not None:
-                self.learner.steps = self.steps
+            for process in self.processes.values():
+                if isinstance(process, SimLearner):  # whichever of them has the seat
+                    process.steps = self.steps
         for process in self.processes.values():
             if isinstance(process, SimWorker):
                 process.install_failure = 0.0
