@@ -290,8 +290,6 @@ class LearnerDesk:
         state = self.state
         known = state.lineage.published.get(message.version)
         if known is not None and known == message.manifest_digest:
-            if message.version in state.untold_versions:
-                self._tell_published(message)
             state.announcements[message.version] = message  # the origin may have moved
             state.deltas.add(message)
             self._announce(message)
@@ -335,19 +333,15 @@ class LearnerDesk:
         state.announcements[version] = message
         state.deltas.add(message)
         state.published_at[version] = state.now
-        self._tell_published(message)
-        state.forget_versions()
-        self._announce(message)
-
-    def _tell_published(self, message: VersionPublished) -> None:
-        self.state.untold_versions.discard(message.version)
-        self.state.emit(
+        state.emit(
             "version_published",
-            incarnation=message.version.incarnation,
-            step=message.version.step,
+            incarnation=version.incarnation,
+            step=version.step,
             manifest_digest=message.manifest_digest,
             num_bytes=message.num_bytes,
         )
+        state.forget_versions()
+        self._announce(message)
 
     def _announce(self, message: VersionPublished) -> None:
         state = self.state

@@ -110,7 +110,6 @@ class RunState:
         self.first_new_index = 0
         self.restored_trained: list[tuple[GroupId, int]] = []
         self.untold_groups: list[Group] = []
-        self.untold_versions: set[Version] = set()
         self.told_step = 0
         self.effects: list[Effect] = []
         if restored is not None:
@@ -119,7 +118,9 @@ class RunState:
     def _restore(self, restored: Restored) -> None:
         self.step = restored.step
         self.lineage.starts = list(restored.starts)
-        self.lineage.published = dict(sorted(restored.published))
+        # A version of which nobody was told is none until its learner publishes it again.
+        told = (entry for entry in restored.published if entry[0] not in restored.untold)
+        self.lineage.published = dict(sorted(told))
         self.first_new_index = restored.next_index
         self.history.keep(restored.kept)
         dead = []
@@ -138,7 +139,7 @@ class RunState:
         self.ends.update(restored.ends)
         self.cost_usd = restored.cost_usd
         self.restored_trained = list(restored.trained)
-        self.untold_versions, self.told_step = set(restored.untold), restored.told_step
+        self.told_step = restored.told_step
         for lease in restored.leases:
             self._resume(lease)
 
