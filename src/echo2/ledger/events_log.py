@@ -14,12 +14,14 @@ from collections import Counter
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from echo2.core.restored import Restored
 from echo2.core.task_queue import index_of
 from echo2.errors import ConfigError, Echo2Error
 from echo2.types import GroupId, Version
+
+_ENCODER: Final = json.JSONEncoder(separators=(",", ":"))
 
 
 class EventsLog:
@@ -48,7 +50,7 @@ class EventsLog:
         """Append a line; where in the file it ends."""
         assert self._file is not None, "open it first"
         line = {"time": round(time.time(), 6), "event": event, **fields}
-        encoded = json.dumps(line, separators=(",", ":")).encode() + b"\n"
+        encoded = _ENCODER.encode(line).encode() + b"\n"
         self._lines.append(encoded)
         self._end += len(encoded)
         return self._end
