@@ -116,6 +116,7 @@ class Database:
                 f"{path} cannot be used as a ledger ({error}); nothing in it was changed: free "
                 "space, make it writable, restore it from a copy, or give another --run-dir"
             ) from error
+        self._read_again()
 
     def _prepare(self) -> None:
         (schema,) = self._db.execute("PRAGMA user_version").fetchone()
@@ -133,7 +134,6 @@ class Database:
                 for statement in _TABLES.split(";"):
                     self._db.execute(statement)
                 self._db.execute(f"PRAGMA user_version = {SCHEMA}")
-        self._read_again()
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
