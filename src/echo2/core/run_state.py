@@ -36,7 +36,7 @@ from echo2.messages import (
 )
 from echo2.types import GroupId, LeaseId, PeerId, Task, Version
 
-RECENT_LEASES_MAX = 65_536
+RECENT_LEASES_MAX = 16_384
 PAST_HELLOS_MAX = 256
 
 
