@@ -1,4 +1,4 @@
-"""Is the coordinator flat? Memory, descriptors, tasks, disk and the event loop's lag over a long run.
+"""Is the coordinator flat? Memory, descriptors, tasks, disk and the loop's lag over a long run.
 
     python benchmarks/soak.py [--groups 200000] [--workers 1000] [--rate 1000] [--churn 4]
         [--plain] [--folder DIR] [--out FILE]
@@ -244,13 +244,15 @@ def main() -> None:
         },
         "goals": {"ratio": RATIO_MAX, "lag_p99_ms": LAG_MAX_MS},
     }
-    with tempfile.TemporaryDirectory(prefix="soak-", dir=options.folder) as name:
-        with LoadRun(Path(name) / "load", spec) as run:
-            run.pace(options.rate)
-            soak = Soak(run, options.groups, options.churn)
-            soak.go()
-            steps, groups = run.trained()
-            found.update(soak.report(), trained_groups=groups, learner_steps=steps)
+    with (
+        tempfile.TemporaryDirectory(prefix="soak-", dir=options.folder) as name,
+        LoadRun(Path(name) / "load", spec) as run,
+    ):
+        run.pace(options.rate)
+        soak = Soak(run, options.groups, options.churn)
+        soak.go()
+        steps, groups = run.trained()
+        found.update(soak.report(), trained_groups=groups, learner_steps=steps)
     if options.samples:
         found["samples"] = [asdict(sample) for sample in soak.samples]
     text = json.dumps(found, indent=2)
