@@ -22,7 +22,7 @@ from echo2.core.history import TrainedHistory
 from echo2.core.lineage import Lineage
 from echo2.core.membership import Members
 from echo2.core.records import Record
-from echo2.core.relay_parts import announcement, planned_fields
+from echo2.core.relay_parts import RelayPart, announcement, planned_fields
 from echo2.core.relays import Relays
 from echo2.core.restored import Restored, RestoredGroup, RestoredLease
 from echo2.core.settings import CoordinatorSettings
@@ -360,6 +360,7 @@ class RunState:
         """Tell these of the version, each with its part of the plan: made for the first."""
         if self.relays.planned_version != version:
             self._plan(version, peers)
+        told: tuple[RelayPart, Way] | None = None
         for peer in peers:
             worker = self.members.get(peer)
             part = self.relays.part(version, peer, self.now)
@@ -369,9 +370,11 @@ class RunState:
                 worker.announced, worker.announced_at = version, self.now
             if part.stripes or part.serves:
                 self.tell_relays(peer)
-            self.send(
-                peer, announcement(self.announcements[version], part, self._way(version, peer))
-            )
+            way = self._way(version, peer)
+            if told != (part, way):  # without a plan all are told the same
+                told = part, way
+                message = announcement(self.announcements[version], part, way)
+            self.send(peer, message)
 
     def _plan(self, version: Version, peers: list[PeerId]) -> None:
         ways = {peer: self._way(version, peer) for peer in peers}
