@@ -92,6 +92,8 @@ class Load:
     starved_s: float
     cpu_s: float
     threads_cpu_s: dict[str, float]
+    load_cpu_s: float
+    """Of the workers' and the learner's processes."""
 
     @property
     def groups_per_s(self) -> float:
@@ -108,6 +110,7 @@ class Load:
             "acknowledged_p50_ms": self.percentile_ms(0.5),
             "acknowledged_p99_ms": self.percentile_ms(0.99),
             "cpu_us_per_group": round(1e6 * self.cpu_s / max(1, self.groups)),
+            "cpu_us_per_group_of_the_load": round(1e6 * self.load_cpu_s / max(1, self.groups)),
             "cpu_us_per_group_by_thread": {
                 name: round(1e6 * seconds / max(1, self.groups))
                 for name, seconds in sorted(self.threads_cpu_s.items())
@@ -255,12 +258,12 @@ class LoadRun:
         """Whoever ended meanwhile is an error."""
         for _, pipe in self._fleets:
             pipe.send(("begin",))
-        before, threads = self.cpu_s(), self.threads_cpu_s()
+        before, threads, load = self.cpu_s(), self.threads_cpu_s(), self.load_cpu_s()
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, 0.5))
             self.check()
-        cpu_s = self.cpu_s() - before
+        cpu_s, load = self.cpu_s() - before, self.load_cpu_s() - load
         now = self.threads_cpu_s()
         threads = {name: now[name] - threads.get(name, 0.0) for name in now}
         for _, pipe in self._fleets:
@@ -278,6 +281,7 @@ class LoadRun:
             starved_s=max(part.starved_s for part in found),
             cpu_s=cpu_s,
             threads_cpu_s=threads,
+            load_cpu_s=load,
         )
 
     def counts(self) -> tuple[int, int]:
@@ -309,6 +313,10 @@ class LoadRun:
 
     def cpu_s(self) -> float:
         return _cpu_of(Path(f"/proc/{self.pid}/stat"))
+
+    def load_cpu_s(self) -> float:
+        parts = [*self._fleets, *([self._learner] if self._learner else [])]
+        return sum(_cpu_of(Path(f"/proc/{process.pid}/stat")) for process, _ in parts)
 
     def threads_cpu_s(self) -> dict[str, float]:
         """By what the threads are: Python's own names are not the kernel's, so all but the first
