@@ -34,29 +34,10 @@ from echo2.core.records import (
 from echo2.core.restored import Restored, RestoredLease
 from echo2.core.task_queue import group_of, index_of
 from echo2.errors import ConfigError
+from echo2.ledger import schema
 from echo2.ledger.segments import Place
 from echo2.types import GroupId, Version
 
-SCHEMA: Final = 1
-_TABLES: Final = """
-CREATE TABLE groups (
-    idx INTEGER PRIMARY KEY,
-    lease TEXT, worker TEXT,
-    incarnation INTEGER, step INTEGER, attempt INTEGER, revoke_after_s REAL,
-    segment INTEGER, offset INTEGER, num_bytes INTEGER, digest BLOB,
-    ended TEXT, trained_at INTEGER, told INTEGER NOT NULL DEFAULT 1
-);
-CREATE INDEX groups_by_segment ON groups (segment) WHERE segment IS NOT NULL;
-CREATE INDEX groups_open ON groups (idx) WHERE ended IS NULL;
-CREATE TABLE learners (incarnation INTEGER PRIMARY KEY, resume_step INTEGER NOT NULL);
-CREATE TABLE versions (
-    incarnation INTEGER, step INTEGER, manifest_digest TEXT NOT NULL,
-    told INTEGER NOT NULL DEFAULT 0,
-    PRIMARY KEY (incarnation, step)
-);
-CREATE TABLE ends (ended TEXT PRIMARY KEY, number INTEGER NOT NULL);
-CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
-"""
 OBSERVED: Final = frozenset(
     {
         "group_ended",
@@ -112,21 +93,15 @@ class Database:
             ) from error
 
     def _prepare(self) -> None:
-        (schema,) = self._db.execute("PRAGMA user_version").fetchone()
-        if schema > SCHEMA:
+        try:
+            with self.transaction():
+                schema.prepare(self._db, self._path)
+        except BaseException:  # whatever it was, no file stays open
             self._db.close()
-            raise ConfigError(
-                f"{self._path} was written by a newer release of echo2 (schema {schema}, this one "
-                f"knows {SCHEMA}); nothing in it was changed: install that release"
-            )
+            raise
         self._db.execute("PRAGMA journal_mode = WAL")
         # A commit is on the disk when it returns.
         self._db.execute("PRAGMA synchronous = FULL")
-        if schema == 0:
-            with self.transaction():
-                for statement in _TABLES.split(";"):
-                    self._db.execute(statement)
-                self._db.execute(f"PRAGMA user_version = {SCHEMA}")
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -200,7 +175,7 @@ class Database:
     def version(self, record: VersionRecorded) -> None:
         version = record.version
         self._db.execute(
-            "INSERT INTO versions (incarnation, step, manifest_digest) VALUES (?, ?, ?) "
+            "INSERT INTO versions (incarnation, step, manifest_digest, told) VALUES (?, ?, ?, 0) "
             "ON CONFLICT (incarnation, step) DO UPDATE SET "
             "manifest_digest = excluded.manifest_digest",
             (version.incarnation, version.step, record.manifest_digest),

@@ -270,7 +270,7 @@ class FaultInjector:
             StepCompleted(
                 incarnation=incarnation,
                 step=step,
-                groups=(group_of(step),),
+                groups=(group_of(step),) * 2,  # by the time it comes that step may be under way
                 train_s=0,
                 wait_s=0,
                 mismatch={"w0": 0.5},
