@@ -257,7 +257,8 @@ def simulate(
         typer.Option("--chaos", help="A storm of faults; every promise is checked at every event."),
     ] = False,
     seed: Annotated[
-        int | None, typer.Option("--seed", help="The first seed; default: 0, or any with --minutes.")
+        int | None,
+        typer.Option("--seed", help="The first; default: 0, or any with --minutes."),
     ] = None,
     count: Annotated[
         int | None,

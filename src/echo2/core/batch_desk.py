@@ -239,6 +239,7 @@ class BatchDesk:
         for group in groups:
             state.book.train(group)
         seat.batch, seat.wanted_step = Batch(state.step, groups, last=False), None
+        state.expire_late()
         return None
 
     def step_durable(self, record_id: int) -> None:

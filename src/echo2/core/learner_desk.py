@@ -333,6 +333,7 @@ class LearnerDesk:
         state.announcements[version] = message
         state.deltas.add(message)
         state.published_at[version] = state.now
+        state.unplanned = version
         state.emit(
             "version_published",
             incarnation=version.incarnation,

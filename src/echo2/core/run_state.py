@@ -90,6 +90,7 @@ class RunState:
         self.stream = TaskStream()
         self.announcements: dict[Version, VersionPublished] = {}
         self.published_at: dict[Version, float] = {}
+        self.unplanned: Version | None = None
         self.pending: dict[int, tuple[Record, Any]] = {}
         self.next_record_id = 1
         self.next_lease = 1
@@ -357,8 +358,11 @@ class RunState:
     # ------------------------------------------------------------------ versions
 
     def announce(self, version: Version, peers: list[PeerId]) -> None:
-        """Tell these of the version, each with its part of the plan: made for the first."""
+        """Tell these of the version, each with its part of the plan: made for the first. While
+        it cannot be planned yet nobody is told: `announce_again` comes back to it."""
         if self.relays.planned_version != version:
+            if not self.relays.plan_verdict(self.now):
+                return
             self._plan(version, peers)
         for peer in peers:
             worker = self.members.get(peer)
@@ -383,9 +387,10 @@ class RunState:
         plan = self.relays.plan(artifact, group, self.now)
         if plan is not None:
             self.emit("dissemination_planned", **planned_fields(version, plan))
-        if self.published_at.get(version) == self.now:
+        if version == self.unplanned:
+            self.unplanned = None
             active = self.members.active(peers)
-            self.broadcasts.begin(version, active=active, now=self.now, plan=plan)
+            self.broadcasts.begin(version, active=active, now=self.published_at[version], plan=plan)
 
     def _way(self, version: Version, peer: PeerId) -> Way:
         """Deltas from what the worker has, or the whole version."""
@@ -406,18 +411,22 @@ class RunState:
             self.send(peer, message)
 
     def announce_again(self) -> None:
-        """Tell workers that have not installed the newest version of it once more, ever
-        more rarely: an announcement may be lost, and an install may take long."""
+        """Tell workers that have not installed the newest version of it, once more, ever more
+        rarely: it may not have been planned before, an announcement may be lost, and an install
+        may take long."""
         newest = self.lineage.newest
         if newest is None or newest not in self.announcements:
             return
+        due = []
         for worker in self.members.workers.values():
             if worker.installed is not None and worker.installed >= newest:
                 continue
             times = worker.announced_times if worker.announced == newest else 0
             patience_s = self.settings.gone_s * 2 ** min(times, 10) if times else 0.0
             if self.now - worker.announced_at > patience_s:
-                self.announce(newest, [worker.peer])
+                due.append(worker.peer)
+        if due:
+            self.announce(newest, due)
 
     @property
     def keep_from(self) -> int:

@@ -1,8 +1,8 @@
 """The tables of ledger.sqlite, whose they are, and how an older release's become today's.
 
-    no table          today's are made
-    schema 1, 2, ...  migrated one by one, in one transaction
-    newer, damaged, or another program's file: refused, nothing in it is changed
+no table          today's are made
+schema 1, 2, ...  migrated one by one, in one transaction
+newer, damaged, or another program's file: refused, nothing in it is changed
 """
 
 from __future__ import annotations

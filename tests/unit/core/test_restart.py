@@ -96,6 +96,19 @@ def test_what_the_learner_trained_counts_and_not_what_it_was_granted_since() -> 
     assert scene.state_of("g6") is GroupState.BUFFERED
 
 
+def test_a_lease_that_has_no_place_after_that_batch_is_given_up_with_it() -> None:
+    """Its result, by a newer version, came before the kill and is not in the ledger."""
+    lease = a_restored_lease(9, version=a_version(2))
+    restored = with_groups(*map(a_restored_group, (6, 7, 8)), leases=(lease,))
+    scene = Scene(restored, staleness_max=1)
+    scene.learner_joins(incarnation=1)
+    assert lease.id in scene.state.book.leases
+    effects = scene.completes(groups=("g7", "g8"), durable=False)
+    (lost,) = emitted(effects, "lease_revoked")
+    assert (lost["group_id"], lost["lease"]) == ("g9", lease.id)
+    assert not scene.state.book.leases
+
+
 def test_a_step_of_groups_that_are_not_here_asks_the_learner_to_resume() -> None:
     scene = a_restart_in_training()
     before = scene.snapshot()
