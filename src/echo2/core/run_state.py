@@ -23,6 +23,7 @@ from echo2.core.lineage import Lineage
 from echo2.core.membership import Members
 from echo2.core.records import Record
 from echo2.core.relay_parts import announcement, planned_fields
+from echo2.core.relay_standing import FIRST_PROBE_PATIENCE_S
 from echo2.core.relays import Relays
 from echo2.core.restored import Restored, RestoredGroup, RestoredLease
 from echo2.core.settings import CoordinatorSettings
@@ -91,6 +92,7 @@ class RunState:
         self.announcements: dict[Version, VersionPublished] = {}
         self.published_at: dict[Version, float] = {}
         self.unplanned: Version | None = None
+        self.plan_waits: tuple[Version, float] | None = None
         self.pending: dict[int, tuple[Record, Any]] = {}
         self.next_record_id = 1
         self.next_lease = 1
@@ -359,9 +361,13 @@ class RunState:
 
     def announce(self, version: Version, peers: list[PeerId]) -> None:
         """Tell these of the version, each with its part of the plan: made for the first. While
-        it cannot be planned yet nobody is told: `announce_again` comes back to it."""
+        it cannot be planned yet nobody is told, for FIRST_PROBE_PATIENCE_S at most:
+        `announce_again` comes back to it."""
         if self.relays.planned_version != version:
-            if not self.relays.plan_verdict(self.now):
+            if self.plan_waits is None or self.plan_waits[0] != version:
+                self.plan_waits = version, self.now
+            waited_s = self.now - self.plan_waits[1]
+            if waited_s < FIRST_PROBE_PATIENCE_S and not self.relays.plan_verdict(self.now):
                 return
             self._plan(version, peers)
         for peer in peers:

@@ -251,6 +251,18 @@ def test_without_an_answer_a_version_is_planned_two_seconds_later() -> None:
     assert not forwarders(found)
 
 
+def test_a_fleet_that_comes_again_and_again_does_not_hold_a_version_back_for_ever() -> None:
+    scene = a_fleet_that_just_came("a", "b")
+    assert announced(publishes(scene)) == {}
+    told: dict[str, VersionAnnounced] = {}
+    for _ in range(3):
+        told |= announced(scene.tick(after=1.0))
+        for name in "ab":
+            is_probed(scene, name, ok=False)
+            relay_joins(scene, name, accepts=None)
+    assert set(told) == {"a", "b"}
+
+
 def test_a_few_newcomers_delay_no_version_and_get_a_part_of_it() -> None:
     scene = a_fleet_that_just_came("d", known=("a", "b", "c"))
     assert set(announced(publishes(scene))) == {"a", "b", "c", "d"}
