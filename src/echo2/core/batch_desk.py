@@ -219,6 +219,7 @@ class BatchDesk:
         seat.completing = state.persist(
             StepRecorded(message.incarnation, message.step, groups, state.cost_usd)
         )
+        state.expire_late()  # f moved, if an earlier coordinator had granted the batch
 
     def _seat_batch(self, named: tuple[GroupId, ...]) -> GroupId | None:
         """Make the groups that the learner trained its batch: an earlier coordinator may have
@@ -239,7 +240,6 @@ class BatchDesk:
         for group in groups:
             state.book.train(group)
         seat.batch, seat.wanted_step = Batch(state.step, groups, last=False), None
-        state.expire_late()
         return None
 
     def step_durable(self, record_id: int) -> None:
