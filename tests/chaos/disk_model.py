@@ -346,9 +346,10 @@ def _read(folder: Path) -> Folder:
 
 
 def _write(folder: Folder, target: Path, luck: Luck) -> None:
-    target.mkdir()
+    target.mkdir(mode=0o700)  # keys lie in them
     for name, node in folder.left(luck).items():
         if isinstance(node, Folder):
             _write(node, target / name, luck)
         else:
+            (target / name).touch(mode=0o600)
             (target / name).write_bytes(node.left(luck))
