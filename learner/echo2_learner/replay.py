@@ -97,7 +97,11 @@ class ReplaySession:
     def say(self, text: str) -> None:
         log.debug("learner_state", text=text)
 
-    def close(self, reason: str, *, finished: bool) -> None:
+    @property
+    def tasks_ended(self) -> bool:
+        return False  # it ends with the rollouts that were saved
+
+    def close(self, reason: str, *, finished: bool, missing_steps: int = 0) -> None:
         log.info("replay_ended", reason=reason, finished=finished)
 
     def _replayed(self, group: BatchGroup) -> BatchGroup:

@@ -31,6 +31,8 @@ from echo2.net.child import PARENT_VARIABLE, die_with_parent
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_FENCED = 3
+EXIT_OUT_OF_TASKS = 5
+"""Of a learner: 4 is that of a rank that ended since another one had."""
 EXIT_INTERRUPTED = 130
 
 app = typer.Typer(

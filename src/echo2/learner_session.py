@@ -54,6 +54,7 @@ class LearnerSession:
             tasks=tasks,
             environment_version=environment_version,
             connect_timeout_s=config.net.connect_timeout_s,
+            tasks_timeout_s=config.environment.rollout_timeout_s,
         )
 
     def start(
@@ -98,9 +99,14 @@ class LearnerSession:
         """What the learner does now, for `echo2 status`."""
         self._loop.call_soon_threadsafe(self._client.say, text)
 
-    def close(self, reason: str, *, finished: bool) -> None:
+    @property
+    def tasks_ended(self) -> bool:
+        """Whether the last of the tasks was handed over."""
+        return self._client.tasks_ended
+
+    def close(self, reason: str, *, finished: bool, missing_steps: int = 0) -> None:
         """Say goodbye; the session cannot be used afterwards."""
-        self._call(self._client.close(reason, finished=finished))
+        self._call(self._client.close(reason, finished=finished, missing_steps=missing_steps))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10.0)
         self._loop.close()

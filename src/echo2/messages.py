@@ -383,11 +383,13 @@ class Draining(Message):
 @message(_C, "worker learner", "coordinator")
 class Goodbye(Message):
     """This peer leaves now. A learner names its `incarnation` (0: none yet) and says whether
-    the run is `finished`; that of a fenced one counts for nothing."""
+    the run is `finished`; that of a fenced one counts for nothing. `missing_steps`: how many steps
+    of the run were not done, since the tasks were used up; it is over then, and has failed."""
 
     reason: Text
     finished: bool = False
     incarnation: Count = 0
+    missing_steps: Count = 0
 
 
 @message(_C, "coordinator", "worker learner")

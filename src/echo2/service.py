@@ -70,7 +70,7 @@ from echo2.net.probe import probe_endpoint
 from echo2.net.sockets import close_context, make_context
 from echo2.net.tasks import LoopLag, OwnedTasks
 from echo2.types import PeerId, Task, Version
-from echo2.weights.files import write_whole
+from echo2.weights.files import make_folder, write_whole
 
 log = structlog.get_logger()
 
@@ -193,20 +193,21 @@ class Coordinator:
     async def _start(self) -> None:
         self._exit.push_async_callback(close_context, self._context)
         with folder_errors(self.run_dir):
-            self.run_dir.mkdir(parents=True, exist_ok=True)
+            make_folder(self.run_dir)
         self._exit.enter_context(_only_coordinator_of(self.run_dir))
-        self._log = EventsLog(self.run_dir / "events.jsonl")
-        self._log.open()
+        self._log = EventsLog(self.run_dir / ledger.EVENTS)
         self._exit.push_async_callback(self._ledger.stop)
         self._exit.callback(self._log.close)
         restored = await asyncio.to_thread(self._restored)
+        self._log.open()
         self.run_id = self._known_run_id()
         self._core = CoordinatorState(settings_of(self.config, self.run_id), restored)
         resolved = self.run_dir / "config.resolved.toml"
         if not resolved.exists():
             with folder_errors(self.run_dir):  # it may hold a token
                 write_whole(resolved, config_to_toml(self.config).encode(), mode=0o600)
-        await self._ledger.start(lambda record_id: self.feed(Persisted(record_id)))
+        with folder_errors(self.run_dir):
+            await self._ledger.start(lambda record_id: self.feed(Persisted(record_id)))
         await self._listen()
         await self._serve_http()
         self._embedded = EmbeddedLearner(self)
@@ -443,14 +444,16 @@ class Coordinator:
     # ----------------------------------------------------------------------- effects
 
     def _carry_out(self, effects: list[Effect]) -> None:
+        told: list[tuple[Emit, int]] = []
         for effect in effects:
             if isinstance(effect, Emit):
-                position = self._log.write(effect.event, effect.fields)
-                self._ledger.observe(effect.event, effect.fields, position)
+                told.append((effect, self._log.write(effect.event, effect.fields)))
                 self._metrics.observe(effect.event, effect.fields)
                 level = log.debug if effect.event in QUIET_EVENTS else log.info
                 level(effect.event, **effect.fields)
         self._log.flush()
+        for emit, position in told:  # what the ledger takes in is in the file
+            self._ledger.observe(emit.event, emit.fields, position)
         for effect in effects:
             match effect:
                 case Send(peer, message):

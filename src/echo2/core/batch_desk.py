@@ -85,6 +85,8 @@ class BatchDesk:
         if seat.batch is not None:
             self._deliver(seat.batch)
             return
+        if seat.wanted_step != message.step:
+            seat.wanted_at = state.now
         seat.wanted_step = message.step
         seat.told_text = ""
 

@@ -76,7 +76,9 @@ class Dispatcher:
             return
         wanted = state.stream.request(room)
         if wanted is not None:
-            self.tasks_asked_at = state.now
+            self.tasks_asked_at = state.stream.asked_at = state.now
+            if state.stream.waits_since is None:
+                state.stream.waits_since = state.now
             state.send(
                 seat.peer,
                 TasksWanted(

@@ -229,9 +229,14 @@ class LearnerClientState:
         """What the learner does now: told with the next heartbeat."""
         self.text = text[:2048]
 
-    def close(self, reason: str, *, finished: bool) -> list[Outcome]:
+    def close(self, reason: str, *, finished: bool, missing_steps: int = 0) -> list[Outcome]:
         outcomes = self._transmit(
-            Goodbye(reason=reason[:2048], finished=finished, incarnation=self.incarnation)
+            Goodbye(
+                reason=reason[:2048],
+                finished=finished,
+                incarnation=self.incarnation,
+                missing_steps=missing_steps,
+            )
         )
         self.state = ClientState.CLOSED
         return outcomes

@@ -277,7 +277,8 @@ class LearnerDesk:
             return  # a fenced one leaves
         state.emit("learner_left", incarnation=state.lineage.incarnation, reason=message.reason)
         if message.finished:
-            state.finish(ok=True, finished=True, reason=message.reason)
+            ok = message.missing_steps == 0
+            state.finish(ok=ok, finished=True, reason=message.reason)
             return
         state.seat.peer, state.seat.wanted_step = None, None
         state.seat.vacant_since = state.now
@@ -413,7 +414,7 @@ class LearnerDesk:
             raise RemoteProtocolError(
                 f"{EVALS_MAX} evals are under way, the most allowed", reason="too_many"
             )
-        state.evals.begin(message, peer)
+        state.evals.begin(message, peer, state.now)
 
     # --------------------------------------------------------------------- helpers
 

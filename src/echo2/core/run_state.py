@@ -20,7 +20,7 @@ from echo2.core.evals import Eval, EvalLease, Evals
 from echo2.core.group import End, Group, GroupState, Lease
 from echo2.core.history import TrainedHistory
 from echo2.core.lineage import Lineage
-from echo2.core.membership import Members
+from echo2.core.membership import Members, Worker
 from echo2.core.records import Record
 from echo2.core.relay_parts import announcement, planned_fields
 from echo2.core.relay_standing import FIRST_PROBE_PATIENCE_S
@@ -63,6 +63,7 @@ class Seat:
     vacant_since: float = 0.0
     text: str = ""
     wanted_step: int | None = None
+    wanted_at: float = 0.0
     batch: Batch | None = None
     completing: int | None = None
     told_text: str = ""
@@ -94,6 +95,8 @@ class RunState:
         self.unplanned: Version | None = None
         self.plan_waits: tuple[Version, float] | None = None
         self.pending: dict[int, tuple[Record, Any]] = {}
+        self.recorded_at: dict[int, float] = {}
+        """When each of `pending` was given to the ledger, in order."""
         self.next_record_id = 1
         self.next_lease = 1
         self.recent_leases: OrderedDict[LeaseId, None] = OrderedDict()
@@ -203,6 +206,11 @@ class RunState:
         batch = self.seat.batch
         return self.step + 1 if batch is not None and batch.groups else self.step
 
+    @property
+    def recording_since(self) -> float | None:
+        """Since when the oldest of the records that wait for the disk waits for it."""
+        return next(iter(self.recorded_at.values()), None)
+
     def is_admissible(self, group: Group, step: int) -> bool:
         """Has the group enough inside the window to be trained at version `step`?"""
         result = group.result
@@ -225,6 +233,7 @@ class RunState:
         record_id = self.next_record_id
         self.next_record_id += 1
         self.pending[record_id] = (record, context)
+        self.recorded_at[record_id] = self.now
         self.effects.append(Persist(record_id, record))
         return record_id
 
@@ -427,12 +436,16 @@ class RunState:
         for worker in self.members.workers.values():
             if worker.installed is not None and worker.installed >= newest:
                 continue
-            times = worker.announced_times if worker.announced == newest else 0
-            patience_s = self.settings.gone_s * 2 ** min(times, 10) if times else 0.0
-            if self.now - worker.announced_at > patience_s:
+            if self.now > self.announced_again_at(worker):
                 due.append(worker.peer)
         if due:
             self.announce(newest, due)
+
+    def announced_again_at(self, worker: Worker) -> float:
+        """When a worker that has not installed the newest version is told of it once more."""
+        times = worker.announced_times if worker.announced == self.lineage.newest else 0
+        patience_s = self.settings.gone_s * 2 ** min(times, 10) if times else 0.0
+        return worker.announced_at + patience_s
 
     @property
     def keep_from(self) -> int:

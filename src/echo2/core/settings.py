@@ -40,6 +40,8 @@ class CoordinatorSettings:
     eval_hold_s: float = 30.0
     no_worker_timeout_s: float = 300.0
     learner_timeout_s: float = 600.0
+    disk_timeout_s: float = 300.0
+    """The ledger takes a record within this, or the run ends. Not in the schema."""
     learner_usd_per_h: float = 0.0
     budget_usd: float = 0.0
     seed: int = 0

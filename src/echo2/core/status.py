@@ -9,6 +9,7 @@ from echo2.core.buffer import buffered_by_version
 from echo2.core.membership import Worker
 from echo2.core.run_state import RunState
 from echo2.core.waits import waits
+from echo2.core.watchdog import wait_fields
 
 
 def status(state: RunState, dispatch_reason: str) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def status(state: RunState, dispatch_reason: str) -> dict[str, Any]:
         "broadcasts": [_broadcast(found) for found in state.broadcasts.broadcasts.values()],
         "install_pause_s": round(state.pause_s.mean, 6) if state.pause_s.known else None,
         "origin_mbit": _rounded(state.relays.origin_mbit),
-        "waits": waits(state, dispatch_reason),
+        "waits": [wait_fields(wait, state.now) for wait in waits(state, dispatch_reason)],
         "cost_usd": round(state.cost_usd, 6),
         "tokens_per_s": round(sum(worker.tokens_per_s for worker in ready), 1),
     }

@@ -37,6 +37,9 @@ class TaskStream:
         self.again: list[int] = sorted(again)
         self.exhausted_at: int | None = None
         self.outstanding: TaskRequest | None = None
+        self.asked_at = 0.0
+        self.waits_since: float | None = None
+        """When tasks were asked for that have not come, first and however often since."""
 
     @property
     def exhausted(self) -> bool:
@@ -75,7 +78,7 @@ class TaskStream:
                 f"tasks must be numbered from {start} on without a gap, got "
                 f"{[task.index for task in tasks[:8]]}"
             )
-        self.outstanding = None
+        self.outstanding = self.waits_since = None
         end = start + len(tasks)
         wanted = {*self.again, *range(self.next_index, end)}
         if exhausted:

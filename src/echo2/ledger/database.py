@@ -347,9 +347,14 @@ class Database:
         self._db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, json.dumps(value)))
 
     @property
-    def events_position(self) -> int:
-        """Up to where events.jsonl is taken in."""
-        return int(self._fact("events_position", 0))
+    def events_position(self) -> int | None:
+        """Up to where events.jsonl is taken in, and on the disk; None before the first look."""
+        position = self._fact("events_position", None)
+        return None if position is None else int(position)
+
+    @events_position.setter
+    def events_position(self, position: int) -> None:
+        self._set("events_position", position)
 
     def stored(self) -> list[StoredGroup]:
         """Groups whose payload may be needed: those that were acknowledged and have not ended,

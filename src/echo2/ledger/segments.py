@@ -113,6 +113,7 @@ class Segments:
             self._handle = -1
 
     def _begin(self) -> None:
+        self.sync()  # what is still to be committed of the one before
         self.close()
         number = self._number + 1
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL

@@ -93,7 +93,8 @@ class Simulation:
             timeline.at(scenario.faults.until_s, self._calm_down)
         until_s = scenario.faults.until_s + scenario.patience_s
         if not timeline.run(until_s=until_s, stop=lambda: self.finish is not None):
-            causes = "; ".join(waits(self.core.state, self.core.dispatcher.reason))
+            found = waits(self.core.state, self.core.dispatcher.reason)
+            causes = "; ".join(wait.text for wait in found)
             raise Violation(
                 f"no end {scenario.patience_s:g} s after the last fault: step "
                 f"{self.core.state.step} of {self.steps}; {causes}"

@@ -2,8 +2,8 @@
 
 `ledger.sqlite` and the segments in `ledger/` are read as they lie there, without the code that
 wrote them. After a kill events.jsonl may be ahead of the ledger, which takes it in at the next
-start; after a power cut the ledger may be ahead of the file. Only of a run that came to its end
-must both say the same.
+start; after a power cut under an earlier release the ledger may be ahead of the file. Only of a run
+that came to its end must both say the same.
 """
 
 from __future__ import annotations

@@ -137,6 +137,15 @@ EVENTS: Final[Mapping[str, Mapping[str, Kind]]] = {
     "group_returned": {"group_id": TEXT, "incarnation": COUNT, "reason": TEXT, "to": TEXT},
     "step_completed": {"incarnation": COUNT, "step": COUNT, "num_groups": COUNT},
     "checkpoint_saved": {"incarnation": COUNT, "step": COUNT, "kept": LIST},
+    "wait_changed": {
+        "wait": TEXT,
+        "owner": TEXT,
+        "text": TEXT,
+        "since_s": AT_LEAST_0,
+        "ends_in_s": REAL_OR_NULL,
+        "then": TEXT,
+        "over": BOOLEAN,
+    },
     "eval_ended": {
         "eval_id": TEXT,
         "incarnation": COUNT,

@@ -48,6 +48,7 @@ class FakeSession:
     said: list[str] = field(default_factory=list)
     results: list[EvalResult] = field(default_factory=list)
     closed: tuple[str, bool] | None = None
+    missing_steps: int = 0
 
     def start(
         self, *, resume_step: int, digest: str = "", checkpoint_steps: Sequence[int] = ()
@@ -133,9 +134,16 @@ class FakeSession:
     def say(self, text: str) -> None:
         self.said.append(text)
 
-    def close(self, reason: str, *, finished: bool) -> None:
+    @property
+    def tasks_ended(self) -> bool:
+        return any(
+            step + 1 >= self.data_ends_at for name, step in self.calls if name == "next_batch"
+        )
+
+    def close(self, reason: str, *, finished: bool, missing_steps: int = 0) -> None:
         self.calls.append(("close", -1))
         self.closed = (reason, finished)
+        self.missing_steps = missing_steps
 
     def _called(self, name: str, step: int) -> None:
         self.calls.append((name, step))
