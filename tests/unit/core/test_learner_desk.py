@@ -248,6 +248,7 @@ def test_a_learner_that_leaves_may_come_back() -> None:
 
 def test_the_goodbye_of_a_stranger_changes_nothing() -> None:
     scene = a_running_scene()
+    scene.tick()  # more tasks are asked for
     before = scene.snapshot()
     scene.receive("learner-9", Goodbye(reason="bye", finished=True))
     assert scene.snapshot()["status"] == before["status"]
