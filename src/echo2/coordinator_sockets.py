@@ -121,6 +121,11 @@ class CoordinatorSockets:
         router = self._rollouts if message.LANE is Lane.ROLLOUTS else self._control
         router.send(peer, message)
 
+    def forget(self, peer: PeerId) -> None:
+        """It has left. Who comes under ever new names would be remembered for ever."""
+        self._control.forget(peer)
+        self._rollouts.forget(peer)
+
     def look_at_keys(self) -> None:
         """Read the allow-list if it changed, and tell of the keys that left it. To be called a
         few times a second."""

@@ -29,8 +29,8 @@ def frames_problem(result: GroupResult, *, vocab_size: int = 0) -> str:
     logprobs = np.frombuffer(result.logprobs, np.dtype("<f4"))
     if mask.max() > 1:
         return f"loss_mask holds {mask.max()}; it is 1 where the policy sampled, else 0"
-    in_range = (logprobs >= LOGPROB_MIN) & (logprobs <= LOGPROB_MAX)
-    if not in_range.all():
+    if not (logprobs.min() >= LOGPROB_MIN and logprobs.max() <= LOGPROB_MAX):  # or one is NaN
+        in_range = (logprobs >= LOGPROB_MIN) & (logprobs <= LOGPROB_MAX)
         wrong = logprobs[int(np.argmin(in_range))]
         return f"a behaviour logprob is {wrong}; {LOGPROB_MIN:g} to {LOGPROB_MAX:g} are allowed"
     token_ids = np.frombuffer(result.token_ids, np.dtype("<i4"))
@@ -38,11 +38,14 @@ def frames_problem(result: GroupResult, *, vocab_size: int = 0) -> str:
         return "a token id is negative"
     if vocab_size and token_ids.max() >= vocab_size:
         return f"a token id is {token_ids.max()}; the policy's vocabulary has {vocab_size}"
+    is_sampled = mask.view(np.bool_)
+    count = np.count_nonzero
     start = 0
     for index, header in enumerate(result.trajectories):
-        own = mask[start : start + header.length]
-        sampled = int(own.sum())
-        named = sum(int(own[span.start : span.end].sum()) for span in header.spans)
+        sampled = count(is_sampled[start : start + header.length])
+        named = sum(
+            count(is_sampled[start + span.start : start + span.end]) for span in header.spans
+        )
         if sampled != header.num_sampled or named != sampled:
             return (
                 f"trajectory {index}: the mask has {sampled} sampled tokens, {named} of them in "

@@ -5,6 +5,7 @@ On loopback unless configured otherwise, and then only with a bearer token.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import os
 from collections.abc import Awaitable, Callable
@@ -18,7 +19,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class HttpApi:
-    """`status` gives the JSON-able state, `metrics` the Prometheus text."""
+    """`status` gives the JSON-able state, `metrics` the Prometheus text; one scrape at a time."""
 
     def __init__(
         self,
@@ -27,11 +28,12 @@ class HttpApi:
         port: int,
         token: str,
         status: Callable[[], dict[str, Any]],
-        metrics: Callable[[], bytes],
+        metrics: Callable[[], Awaitable[bytes]],
     ) -> None:
         self.url = ""
         self._host, self._port, self._token = host, port, token
         self._status, self._metrics = status, metrics
+        self._scraping = asyncio.Lock()
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
@@ -74,9 +76,9 @@ class HttpApi:
         return web.json_response({"ok": True, "state": status["state"], "step": status["step"]})
 
     async def _get_metrics(self, request: web.Request) -> web.Response:
-        return web.Response(
-            body=self._metrics(), headers={"Content-Type": "text/plain; version=0.0.4"}
-        )
+        async with self._scraping:
+            text = await self._metrics()
+        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def _get_status(self, request: web.Request) -> web.Response:
         return web.json_response(self._status())

@@ -84,11 +84,13 @@ MESSAGES: dict[str, type[Message]] = {}
 
 
 class Message:
-    """Base of all messages. Class keywords name lane, sender and receiver."""
+    """Base of all messages. Class keywords name lane, sender and receiver. `HANDED_ON`: whoever
+    receives it stores it or sends its fields on, so that its header is kept as it came."""
 
     LANE: ClassVar[Lane]
     SENDERS: ClassVar[frozenset[Role]]
     RECEIVERS: ClassVar[frozenset[Role]]
+    HANDED_ON: ClassVar[bool] = False
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -323,6 +325,8 @@ class GroupResult(Message):
     """A finished group, sent until acknowledged. Frames hold the trajectories one after
     the other: `token_ids` int32, `logprobs` float32 (0 where the mask is 0), `loss_mask`
     uint8 (1 where the policy sampled the token)."""
+
+    HANDED_ON: ClassVar[bool] = True
 
     lease: LeaseName
     group: GroupName

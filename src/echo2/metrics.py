@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 STALENESS_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
 SECONDS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
+LAG_BUCKETS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.3, 1, 3)
 
 
 class CoordinatorMetrics:
@@ -60,6 +61,13 @@ class CoordinatorMetrics:
         self.lag_max = Gauge(
             "echo2_loop_lag_max_seconds", "Largest lag since the last scrape", registry=registry
         )
+        self.lag_samples = Histogram(
+            "echo2_loop_lag_samples_seconds",
+            "Event loop lag, ten samples a second",
+            buckets=LAG_BUCKETS,
+            registry=registry,
+        )
+        self.tasks = Gauge("echo2_tasks", "Tasks of the event loop", registry=registry)
         self._refused_seen: dict[str, int] = {}
 
     def observe(self, event: str, fields: dict[str, Any]) -> None:
@@ -78,7 +86,13 @@ class CoordinatorMetrics:
                 self.install.observe(fields["install_s"])
 
     def render(
-        self, status: dict[str, Any], refused: dict[str, int], *, lag_s: float, lag_max_s: float
+        self,
+        status: dict[str, Any],
+        refused: dict[str, int],
+        *,
+        lag_s: float,
+        lag_max_s: float,
+        num_tasks: int,
     ) -> bytes:
         """The text exposition, with gauges as of `status`."""
         self.step.set(status["step"])
@@ -88,6 +102,7 @@ class CoordinatorMetrics:
         self.cost.set(status["cost_usd"])
         self.lag.set(lag_s)
         self.lag_max.set(lag_max_s)
+        self.tasks.set(num_tasks)
         for gauge in (self.buffer, self.workers, self.worker_tokens, self.worker_mismatch):
             gauge.clear()
         for version, count in status["buffer"]["by_version"].items():

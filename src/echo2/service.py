@@ -30,6 +30,7 @@ from typing import Any, Final
 
 import structlog
 
+from echo2 import wire
 from echo2.config import Config, config_to_toml
 from echo2.coordinator_sockets import CoordinatorSockets
 from echo2.core.coordinator import CoordinatorState
@@ -80,7 +81,7 @@ LEAVE_S: Final = 2.0
 QUIET_EVENTS: Final = frozenset(
     {"group_ended", "lease_granted", "version_installed", "step_completed"}
 )
-"""Events too frequent for the log at level info."""
+"""Events too frequent for the log at level info; even to say nothing of them takes its time."""
 LOCAL_LEARNER: Final = PeerId("learner:embedded")
 UNREADABLE: Final = (
     *(sqlite3.Error, ProtocolError),
@@ -142,9 +143,10 @@ class Coordinator:
         self.http_url = ""
         self.run_id = ""
         self.refused: Counter[str] = Counter()
+        self._is_debugging = config.log.level == "debug"
         self._ledger = DurableLedger(self.run_dir)
         self._metrics = CoordinatorMetrics()
-        self._lag = LoopLag()
+        self._lag = LoopLag(on_sample=self._metrics.lag_samples.observe)
         self._context = make_context()
         self._tasks = OwnedTasks("coordinator")
         self._finished = asyncio.Event()
@@ -370,12 +372,15 @@ class Coordinator:
     def _all_refused(self) -> Counter[str]:
         return self.refused + self._sockets.refused
 
-    def _render_metrics(self) -> bytes:
-        return self._metrics.render(
+    async def _render_metrics(self) -> bytes:
+        """In a thread: of a thousand workers there is much to write."""
+        return await asyncio.to_thread(
+            self._metrics.render,
             self.status(),
             dict(self._all_refused()),
             lag_s=self._lag.ewma_s,
             lag_max_s=self._lag.take_max_s(),
+            num_tasks=len(asyncio.all_tasks()),
         )
 
     # ------------------------------------------------------------------------ events
@@ -449,8 +454,10 @@ class Coordinator:
             if isinstance(effect, Emit):
                 told.append((effect, self._log.write(effect.event, effect.fields)))
                 self._metrics.observe(effect.event, effect.fields)
-                level = log.debug if effect.event in QUIET_EVENTS else log.info
-                level(effect.event, **effect.fields)
+                if effect.event not in QUIET_EVENTS:
+                    log.info(effect.event, **effect.fields)
+                elif self._is_debugging:
+                    log.debug(effect.event, **effect.fields)
         self._log.flush()
         for emit, position in told:  # what the ledger takes in is in the file
             self._ledger.observe(emit.event, emit.fields, position)
@@ -467,6 +474,8 @@ class Coordinator:
                 case Finish():
                     self._finish = effect
                     self._finished.set()
+                case Emit("worker_gone", fields):
+                    self._sockets.forget(PeerId(fields["worker"]))
                 case Emit():
                     pass  # written above
 
@@ -505,7 +514,7 @@ def _only_coordinator_of(run_dir: Path) -> Iterator[None]:
 def _batch_group(effect: DeliverGroup) -> BatchGroup:
     payload = effect.result.payload
     assert isinstance(payload, GroupResult)
-    return BatchGroup(
+    group = BatchGroup(
         incarnation=effect.incarnation,
         step=effect.step,
         group=effect.group,
@@ -516,6 +525,8 @@ def _batch_group(effect: DeliverGroup) -> BatchGroup:
         logprobs=payload.logprobs,
         loss_mask=payload.loss_mask,
     )
+    wire.hand_on(group, payload, "trajectories")
+    return group
 
 
 def _default_run_dir(config: Config) -> Path:

@@ -33,12 +33,17 @@ FRAMES_MAX: Final = 1 + max(len(frame_fields(cls)) for cls in MESSAGES.values())
 MAP_ITEMS_MAX: Final = 65536
 """Most entries of any map in a header; the largest is StepCompleted's `mismatch`."""
 
+_HEADER: Final = "_header"
+_PACKED: Final = "_packed"
+"""Of a message's own __dict__, beside its fields: its header as it came, and the MessagePack of
+fields that it has from another message."""
 _TEXT_MAX: Final = 300
 _PROBLEMS_READ_MAX: Final = 1000
 
 
 def encode(message: Message) -> list[bytes]:
     """`message` as [header, frame...]; raw frames are the message's own bytes, not copied.
+    One that is `HANDED_ON` and came over the wire gives its header as it came.
 
     Raises LocalProtocolError when a field does not fit: a frame or header too big, or text
     that is not UTF-8. Types were checked when the message was made.
@@ -54,8 +59,7 @@ def encode(message: Message) -> list[bytes]:
                 reason="oversized",
             )
         frames.append(frame)
-    fields = codec.adapter.dump_python(message, exclude=codec.frame_names)
-    header = pack([codec.name, fields])
+    header = vars(message).get(_HEADER) or _header_of(message, codec)
     if len(header) > HEADER_MAX_BYTES:
         raise LocalProtocolError(
             f"the header of {codec.name} has {len(header)} bytes; at most {HEADER_MAX_BYTES} are "
@@ -63,6 +67,15 @@ def encode(message: Message) -> list[bytes]:
             reason="oversized",
         )
     return [header, *frames]
+
+
+def hand_on(made: Message, came: Message, name: str) -> None:
+    """Let field `name` of `made`, which has its value from the same field of `came`, travel as it
+    arrived there: packing it again would cost more than all the rest. `came` is `HANDED_ON`; if
+    it was made in this process, nothing is changed."""
+    header = vars(came).get(_HEADER)
+    if header is not None:
+        vars(made)[_PACKED] = {name: _packed_field(header, name)}
 
 
 def decode(
@@ -87,9 +100,12 @@ def decode(
     _add_frames(fields, codec, frames)
     _check_shape(fields, codec)
     try:
-        return codec.adapter.validate_python(fields)
+        message = codec.adapter.validate_python(fields)
     except ValidationError as error:
         raise RemoteProtocolError(f"{codec.name}: {_first_problem(error)}") from None
+    if codec.cls.HANDED_ON:
+        vars(message)[_HEADER] = bytes(frames[0])
+    return message
 
 
 def pack(plain: Any) -> bytes:
@@ -162,6 +178,38 @@ def _lengths(cls: type[Message]) -> dict[str, int | None]:
             found[name] = min(bounds)
         else:
             found[name] = None
+    return found
+
+
+def _header_of(message: Message, codec: _Codec) -> bytes:
+    packed: dict[str, bytes] = vars(message).get(_PACKED, {})
+    fields = codec.adapter.dump_python(message, exclude=codec.frame_names | packed.keys())
+    if not packed:
+        return pack([codec.name, fields])
+    packer = msgpack.Packer()
+    pieces = [packer.pack_array_header(2), pack(codec.name)]
+    pieces.append(packer.pack_map_header(len(fields) + len(packed)))
+    for name, value in fields.items():
+        pieces += pack(name), pack(value)
+    for name, value in packed.items():
+        pieces += pack(name), value
+    return b"".join(pieces)
+
+
+def _packed_field(header: bytes, name: str) -> bytes:
+    """The MessagePack of a field in a header that was checked."""
+    unpacker = msgpack.Unpacker(max_buffer_size=HEADER_MAX_BYTES)
+    unpacker.feed(header)
+    unpacker.read_array_header()
+    unpacker.skip()
+    found = b""
+    for _ in range(unpacker.read_map_header()):
+        key = unpacker.unpack()
+        start = unpacker.tell()
+        unpacker.skip()
+        if key == name:  # of one that comes twice the last counts, here as in `decode`
+            found = header[start : unpacker.tell()]
+    assert found, f"the header has no field {name}"
     return found
 
 

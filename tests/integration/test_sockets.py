@@ -312,6 +312,22 @@ def test_a_revoked_peer_is_forgotten_while_nothing_comes_in(tmp_path: Path) -> N
     with_net(scenario, tmp_path)
 
 
+def test_a_peer_that_is_forgotten_is_known_again_when_it_speaks(tmp_path: Path) -> None:
+    async def scenario(net: Net) -> None:
+        router = await net.router()
+        dealer = await net.dealer(router, "w-1")
+        await until(lambda: router.knows(PeerId("w-1")))
+        router.forget(PeerId("w-1"))
+        router.forget(PeerId("w-1"))
+        assert not router.send(PeerId("w-1"), HeartbeatEcho(sequence=1))
+        dealer.send(a_heartbeat(2))
+        await until(lambda: net.got)
+        assert router.send(PeerId("w-1"), HeartbeatEcho(sequence=2))
+        assert await dealer.receive() == HeartbeatEcho(sequence=2)
+
+    with_net(scenario, tmp_path)
+
+
 def test_what_is_for_a_name_that_moved_to_another_key_does_not_go_to_the_old_one(
     tmp_path: Path,
 ) -> None:

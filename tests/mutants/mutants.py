@@ -287,15 +287,15 @@ MUTANTS = (
     Mutant(
         "the ledger forgets that a group has ended",
         "database.py",
-        '"ON CONFLICT (idx) DO UPDATE SET ended = excluded.ended, "',
-        '"ON CONFLICT (idx) DO UPDATE SET "',
+        "row.ended, row.trained_at, row.told = end, trained_at, int(told)",
+        "row.trained_at, row.told = trained_at, int(told)",
         package="ledger",
     ),
     Mutant(
         "the ledger does not open again what a rewind returned",
         "database.py",
-        '"UPDATE groups SET ended = NULL, trained_at = NULL, told = 1 WHERE',
-        '"UPDATE groups SET trained_at = NULL, told = 1 WHERE',
+        "row.ended, row.trained_at, row.told = None, None, 1",
+        "row.trained_at, row.told = None, 1",
         package="ledger",
     ),
     Mutant(

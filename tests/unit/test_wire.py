@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 
 import msgpack  # type: ignore[import-untyped]
 import pytest
@@ -10,6 +11,7 @@ from echo2 import wire
 from echo2.errors import LocalProtocolError, RemoteProtocolError
 from echo2.messages import (
     HEADER_MAX_BYTES,
+    BatchGroup,
     Chunk,
     Goodbye,
     GroupResult,
@@ -22,7 +24,7 @@ from echo2.messages import (
     VersionAnnounced,
     frame_fields,
 )
-from echo2.types import GroupId, LeaseId, Span, TrajectoryHeader, Version
+from echo2.types import GroupId, LeaseId, Span, Task, TrajectoryHeader, Version
 
 DIGEST = "0" * 64
 
@@ -81,6 +83,68 @@ def test_raw_frames_are_sent_as_they_are_and_received_from_any_buffer() -> None:
     assert received == group
     assert isinstance(received, GroupResult)
     assert type(received.token_ids) is bytes
+
+
+def a_batch_group(group: GroupResult) -> BatchGroup:
+    return BatchGroup(
+        incarnation=1,
+        step=4,
+        group=group.group,
+        worker="w-1",
+        task=Task(7, '{"n": 1}'),
+        trajectories=group.trajectories,
+        token_ids=group.token_ids,
+        logprobs=group.logprobs,
+        loss_mask=group.loss_mask,
+    )
+
+
+def received(*frames: bytes) -> GroupResult:
+    group = decoded(*frames, lane=Lane.ROLLOUTS)
+    assert isinstance(group, GroupResult)
+    return group
+
+
+def test_what_is_handed_on_leaves_as_it_came() -> None:
+    header, *raw = wire.encode(a_group())
+    name, fields = wire.unpack(header, max_bytes=len(header))
+    turned = wire.pack([name, dict(reversed(fields.items()))])
+    group = received(turned, *raw)
+    assert group == a_group()
+    assert wire.encode(group) == [turned, *raw]
+    assert wire.encode(replace(group, attempt=2)) == wire.encode(replace(a_group(), attempt=2))
+
+
+def test_a_field_that_is_handed_on_is_the_same_to_its_receiver() -> None:
+    group = received(*wire.encode(a_group(num_trajectories=16, length=12)))
+    made = a_batch_group(group)
+    wire.hand_on(made, group, "trajectories")
+    to_learner = {"lane": Lane.ROLLOUTS, "sender": Role.COORDINATOR, "receiver": Role.LEARNER}
+    assert decoded(*wire.encode(made), **to_learner) == a_batch_group(group)
+    made_here = a_batch_group(a_group())
+    wire.hand_on(made_here, a_group(), "trajectories")
+    assert decoded(*wire.encode(made_here), **to_learner) == made_here
+
+
+def test_of_a_field_that_comes_twice_the_one_that_was_checked_is_handed_on() -> None:
+    header, *raw = wire.encode(a_group())
+    _, fields = wire.unpack(header, max_bytes=len(header))
+    lying = [{**trajectory, "reward": 99.0} for trajectory in fields["trajectories"]]
+    packer = msgpack.Packer()
+    items = [("trajectories", lying), *fields.items()]
+    twice = b"".join(
+        (
+            packer.pack_array_header(2) + packer.pack("GroupResult"),
+            packer.pack_map_header(len(items)),
+            *(packer.pack(key) + packer.pack(value) for key, value in items),
+        )
+    )
+    group = received(twice, *raw)
+    assert group == a_group()
+    made = a_batch_group(group)
+    wire.hand_on(made, group, "trajectories")
+    to_learner = {"lane": Lane.ROLLOUTS, "sender": Role.COORDINATOR, "receiver": Role.LEARNER}
+    assert decoded(*wire.encode(made), **to_learner) == a_batch_group(group)
 
 
 def test_the_number_of_frames_is_checked() -> None:

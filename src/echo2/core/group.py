@@ -68,17 +68,22 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class StoredResult:
-    """What arrived for a group; `payload` is opaque here (the frames)."""
+    """What arrived for a group; `payload` is opaque here (the frames). `versions`: all that
+    sampled a token of it."""
 
     lease: LeaseId
     worker: PeerId
     trajectories: tuple[TrajectoryHeader, ...]
     payload: object
+    versions: frozenset[Version] = field(init=False, compare=False)
     min_version: Version = field(init=False, compare=False)
     max_version: Version = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        versions = {span.version for t in self.trajectories for span in t.spans}
+        spans = [span.version for t in self.trajectories for span in t.spans]
+        # By numbers: to hash and compare a Version for each span would take longer.
+        versions = {(version.incarnation, version.step): version for version in spans}.values()
+        object.__setattr__(self, "versions", frozenset(versions))
         object.__setattr__(self, "min_version", min(versions))
         object.__setattr__(self, "max_version", max(versions))
 
@@ -96,8 +101,7 @@ class StoredResult:
 
     def min_version_from(self, step: int) -> Version | None:
         """The oldest version at or above `step`: the oldest token that stays in the loss."""
-        kept = [s.version for t in self.trajectories for s in t.spans if s.version.step >= step]
-        return min(kept, default=None)
+        return min((v for v in self.versions if v.step >= step), default=None)
 
     def tokens_from(self, step: int) -> int:
         """Tokens whose version is at or above `step`."""

@@ -8,10 +8,11 @@ anywhere.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from echo2.core.staleness import ALLOWED, Verdict
-from echo2.types import TrajectoryHeader, Version
+from echo2.types import Version
 
 
 @dataclass(slots=True)
@@ -68,9 +69,9 @@ class Lineage:
             )
         return ALLOWED
 
-    def all_verdict(self, trajectories: tuple[TrajectoryHeader, ...], *, step: int) -> Verdict:
-        """The same for every span of a group."""
-        for version in {span.version for t in trajectories for span in t.spans}:
+    def all_verdict(self, versions: Iterable[Version], *, step: int) -> Verdict:
+        """The same for every version that sampled a token of a group."""
+        for version in versions:
             verdict = self.verdict(version, step=step)
             if not verdict:
                 return verdict

@@ -136,7 +136,7 @@ class RunState:
                 self.history.add(group.trained_at, [made])
                 if not group.told:
                     self.untold_groups.append(self._trained(group))
-            elif self.lineage.all_verdict(group.result.trajectories, step=self.step):
+            elif self.lineage.all_verdict(group.result.versions, step=self.step):
                 self.book.restore(group.id, group.task, group.result, attempts=group.attempt)
             else:  # sampled by versions that a rewind has killed
                 dead.append(group.task.index)

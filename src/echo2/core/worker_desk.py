@@ -288,7 +288,7 @@ class WorkerDesk:
         if not refusal:
             dead = any(
                 version in state.lineage.published and not state.lineage.is_alive(version)
-                for version in {span.version for t in result.trajectories for span in t.spans}
+                for version in result.versions
             )
             self._acknowledge(peer, message, "superseded" if dead else "refused", refusal.reason)
             if not dead:
@@ -319,7 +319,7 @@ class WorkerDesk:
         for header in result.trajectories:
             if header.num_sampled > sum(span.end - span.start for span in header.spans):
                 return Verdict(ok=False, reason="sampled tokens that no span names")
-        verdict = state.lineage.all_verdict(result.trajectories, step=state.step)
+        verdict = state.lineage.all_verdict(result.versions, step=state.step)
         if not verdict:
             return verdict
         leased = group.known_leases[result.lease].version

@@ -12,12 +12,17 @@ a coordinator that is killed between the commit and the event leaves it to the n
 A group is settled when it has ended, no kept checkpoint can bring it back, and all before it
 have ended too: its row goes, and only the counts stay, so that the file does not grow with the
 run. Applying what was applied before changes nothing.
+
+What a transaction changes is gathered (`ledger.rows`, and facts and counts likewise) and written
+at its end, many rows with one statement: SQLite lets Python's other threads in at each one, and
+so many turns would cost the event loop more than the work itself.
 """
 
 from __future__ import annotations
 
 import json
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +40,7 @@ from echo2.core.restored import Restored, RestoredLease
 from echo2.core.task_queue import group_of, index_of
 from echo2.errors import ConfigError
 from echo2.ledger import schema
+from echo2.ledger.rows import Rows
 from echo2.ledger.segments import Place
 from echo2.types import GroupId, Version
 
@@ -94,7 +100,7 @@ class Database:
 
     def _prepare(self) -> None:
         try:
-            with self.transaction():
+            with self._whole():
                 schema.prepare(self._db, self._path)
         except BaseException:  # whatever it was, no file stays open
             self._db.close()
@@ -102,17 +108,53 @@ class Database:
         self._db.execute("PRAGMA journal_mode = WAL")
         # A commit is on the disk when it returns.
         self._db.execute("PRAGMA synchronous = FULL")
+        self._read_again()
 
     @contextmanager
-    def transaction(self) -> Iterator[None]:
+    def _whole(self) -> Iterator[None]:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self._db.execute("COMMIT")
         except BaseException:  # also what is no error must not leave half of it
             if self._db.in_transaction:  # on a full disk SQLite has rolled it back itself
                 self._db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All that is written belongs in one."""
+        if self._is_stale:
+            self._read_again()
+        self._is_stale = True
+        with self._whole():
+            yield
+            self._flush()
+        self._is_stale = False
+
+    def _read_again(self) -> None:
+        """Nothing is gathered, and what is known is what the file holds."""
+        self._is_stale = False
+        self._rows = Rows(self._db)
+        self._facts: dict[str, Any] = {
+            name: json.loads(value)
+            for name, value in self._db.execute("SELECT name, value FROM facts")
+        }
+        self._changed_facts: set[str] = set()
+        self._counts: Counter[str] = Counter()
+
+    def _flush(self) -> None:
+        """Write what this transaction has gathered."""
+        self._rows.flush()
+        facts = [(name, json.dumps(self._facts[name])) for name in sorted(self._changed_facts)]
+        self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", facts)
+        self._db.executemany(
+            "INSERT INTO ends VALUES (?, ?) ON CONFLICT (ended) "
+            "DO UPDATE SET number = number + excluded.number",
+            [(end, change) for end, change in self._counts.items() if change],
+        )
+        self._changed_facts.clear()
+        self._counts.clear()
 
     def close(self) -> None:
         self._db.close()
@@ -121,22 +163,12 @@ class Database:
 
     def store(self, group: GroupId, lease: str, worker: str, place: Place) -> None:
         """A group was delivered; its payload lies at `place`."""
-        self._reach(index_of(group))
-        self._db.execute(
-            "INSERT INTO groups (idx, lease, worker, segment, offset, num_bytes, digest) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (idx) DO UPDATE SET lease = excluded.lease, "
-            "worker = excluded.worker, segment = excluded.segment, offset = excluded.offset, "
-            "num_bytes = excluded.num_bytes, digest = excluded.digest",
-            (
-                index_of(group),
-                lease,
-                worker,
-                place.segment,
-                place.offset,
-                place.num_bytes,
-                place.digest,
-            ),
-        )
+        index = index_of(group)
+        self._reach(index)
+        row = self._rows.change(index)
+        row.lease, row.worker = lease, worker
+        row.segment, row.offset = place.segment, place.offset
+        row.num_bytes, row.digest = place.num_bytes, place.digest
 
     def apply(self, record: Record) -> None:
         """Any record but a stored group."""
@@ -162,6 +194,7 @@ class Database:
         known = self._db.execute("INSERT OR IGNORE INTO learners VALUES (?, ?)", values)
         if not known.rowcount:
             return
+        self._flush()
         step = (record.resume_step,)
         for (index,) in self._db.execute(
             f"SELECT idx FROM groups WHERE {_TRAINED_SINCE}", step
@@ -208,10 +241,9 @@ class Database:
                 self._end(index, fields["end"], -1 if trained_at is None else trained_at, told=True)
             case "group_returned":
                 self._return(index)
-                if fields["to"] == "queue":  # its result has no place any more
-                    self._db.execute(
-                        "UPDATE groups SET segment = NULL, lease = NULL WHERE idx = ?", (index,)
-                    )
+                if fields["to"] == "queue" and self._rows.get(index) is not None:
+                    row = self._rows.change(index)
+                    row.segment = row.lease = None  # its result has no place any more
             case "lease_granted":
                 self._lease(index, fields)
             case _:
@@ -236,11 +268,9 @@ class Database:
             self._set("settled_below", below)
             for index in range(below, earlier.next_index):
                 if index not in still_open:
-                    at = trained.get(group_of(index), -1)
-                    self._db.execute(
-                        "INSERT INTO groups (idx, ended, trained_at) VALUES (?, ?, ?)",
-                        (index, "trained" if at >= 0 else EARLIER, at),
-                    )
+                    row = self._rows.change(index)
+                    row.trained_at = trained.get(group_of(index), -1)
+                    row.ended = "trained" if row.trained_at >= 0 else EARLIER
             for end, number in earlier.ends.items():
                 self._count(end, number)
 
@@ -257,6 +287,8 @@ class Database:
 
     def settle(self) -> None:
         """Let go of what is settled, and of payloads that nobody may need again."""
+        self._flush()
+        self._rows.forget_ended()
         low = min(self.kept)
         (first_open,) = self._db.execute(
             "SELECT min(idx) FROM groups WHERE ended IS NULL"
@@ -281,52 +313,38 @@ class Database:
         return {segment for (segment,) in rows}
 
     def _end(self, index: int, end: str, trained_at: int, *, told: bool) -> None:
-        row = self._db.execute("SELECT ended FROM groups WHERE idx = ?", (index,)).fetchone()
+        row = self._rows.get(index)
         if row is None and index < self._fact("settled_below", 0):
             return
-        if row is not None and row[0] is not None:
+        if row is not None and row.ended is not None:
             if told:
-                self._db.execute("UPDATE groups SET told = 1 WHERE idx = ?", (index,))
+                self._rows.change(index).told = 1
             return
-        self._db.execute(
-            "INSERT INTO groups (idx, ended, trained_at, told) VALUES (?, ?, ?, ?) "
-            "ON CONFLICT (idx) DO UPDATE SET ended = excluded.ended, "
-            "trained_at = excluded.trained_at, told = excluded.told",
-            (index, end, trained_at, told),
-        )
+        row = self._rows.change(index)
+        row.ended, row.trained_at, row.told = end, trained_at, int(told)
         self._count(end, 1)
 
     def _lease(self, index: int, fields: Mapping[str, Any]) -> None:
         """In work again: an earlier result, if there was one, leads nowhere any more."""
-        self._db.execute(
-            "INSERT INTO groups (idx, lease, worker, incarnation, step, attempt, revoke_after_s) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (idx) DO UPDATE SET lease = excluded.lease, "
-            "worker = excluded.worker, incarnation = excluded.incarnation, step = excluded.step, "
-            "attempt = excluded.attempt, revoke_after_s = excluded.revoke_after_s, segment = NULL",
-            (index, *(fields[name] for name in _LEASE_FIELDS)),
-        )
+        row = self._rows.change(index)
+        for name in _LEASE_FIELDS:
+            setattr(row, name, fields[name])
+        row.segment = None
 
     def _end_lease(self, index: int, lease: str) -> None:
-        self._db.execute(
-            "UPDATE groups SET lease = NULL WHERE idx = ? AND lease = ? AND segment IS NULL",
-            (index, lease),
-        )
+        row = self._rows.get(index)
+        if row is not None and row.lease == lease and row.segment is None:
+            self._rows.change(index).lease = None
 
     def _return(self, index: int) -> None:
-        row = self._db.execute("SELECT ended FROM groups WHERE idx = ?", (index,)).fetchone()
-        if row is not None and row[0] is not None:
-            self._count(row[0], -1)
-            self._db.execute(
-                "UPDATE groups SET ended = NULL, trained_at = NULL, told = 1 WHERE idx = ?",
-                (index,),
-            )
+        row = self._rows.get(index)
+        if row is not None and row.ended is not None:
+            self._count(row.ended, -1)
+            row = self._rows.change(index)
+            row.ended, row.trained_at, row.told = None, None, 1
 
     def _count(self, end: str, change: int) -> None:
-        self._db.execute(
-            "INSERT INTO ends VALUES (?, ?) ON CONFLICT (ended) "
-            "DO UPDATE SET number = number + excluded.number",
-            (end, change),
-        )
+        self._counts[end] += change
 
     def _reach(self, index: int) -> None:
         if index >= self._fact("next_index", 0):
@@ -340,11 +358,11 @@ class Database:
         return list(self._fact("kept", [0]))
 
     def _fact(self, name: str, default: Any) -> Any:
-        row = self._db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
-        return default if row is None else json.loads(row[0])
+        return self._facts.get(name, default)
 
     def _set(self, name: str, value: Any) -> None:
-        self._db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, json.dumps(value)))
+        self._facts[name] = value
+        self._changed_facts.add(name)
 
     @property
     def events_position(self) -> int | None:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Final
 
 import structlog
 
@@ -27,6 +27,7 @@ from echo2.errors import ConfigError, Echo2Error
 from echo2.types import GroupId, Version
 
 log = structlog.get_logger(__name__)
+_ENCODER: Final = json.JSONEncoder(separators=(",", ":"))
 
 
 class EventsLog:
@@ -50,7 +51,7 @@ class EventsLog:
         """Append a line; where in the file it ends."""
         assert self._file is not None, "open it first"
         line = {"time": round(time.time(), 6), "event": event, **fields}
-        encoded = json.dumps(line, separators=(",", ":")).encode() + b"\n"
+        encoded = _ENCODER.encode(line).encode() + b"\n"
         self._lines.append(encoded)
         self._end += len(encoded)
         return self._end

@@ -25,6 +25,8 @@ from echo2.errors import Echo2Error
 SEGMENT_BYTES: Final = 64 << 20
 FRAMES_MAX: Final = 8
 RECORD_MAX_BYTES: Final = 1 << 30
+WRITTEN_AT_ONCE: Final = 64
+"""Records of one call; a system takes 1024 at most."""
 _NAME = re.compile(r"(\d{8})\.seg")
 
 
@@ -52,6 +54,8 @@ class Segments:
         self._number = -1
         self._handle = -1
         self._offset = 0
+        self._unwritten: list[bytes] = []
+        """Records that come before `_offset`, one after the other."""
 
     def open(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -63,27 +67,31 @@ class Segments:
         return sorted(int(match[1]) for match in found if match)
 
     def append(self, frames: Sequence[bytes]) -> Place:
-        """Write a record; on the disk after `sync`."""
+        """Take a record; it is in the file, and on the disk, after `sync`."""
         if self._handle < 0 or self._offset >= self._segment_bytes:
             self._begin()
         sizes = b"".join(len(frame).to_bytes(4, "little") for frame in frames)
-        pieces = [bytes([len(frames)]), sizes, *frames]
-        digest = blake3()
-        num_bytes = 0
-        for piece in pieces:
-            digest.update(piece)
-            num_bytes += len(piece)
-        written = 0
-        view = memoryview(b"".join(pieces))
-        while written < num_bytes:
-            written += os.pwrite(self._handle, view[written:], self._offset + written)
-        place = Place(self._number, self._offset, num_bytes, digest.digest())
-        self._offset += num_bytes
+        record = b"".join((bytes([len(frames)]), sizes, *frames))
+        place = Place(self._number, self._offset, len(record), blake3(record).digest())
+        self._unwritten.append(record)
+        self._offset += len(record)
         return place
 
     def sync(self) -> None:
-        if self._handle >= 0:
-            os.fdatasync(self._handle)
+        """Write what was taken, many records at once: each call lets Python's other threads in."""
+        if self._handle < 0:
+            return
+        offset = self._offset - sum(map(len, self._unwritten))
+        left = [memoryview(record) for record in self._unwritten]
+        while left:
+            written = os.pwritev(self._handle, left[:WRITTEN_AT_ONCE], offset)
+            offset += written
+            while left and written >= len(left[0]):
+                written -= len(left.pop(0))
+            if written:
+                left[0] = left[0][written:]
+        self._unwritten.clear()
+        os.fdatasync(self._handle)
 
     def read(self, place: Place) -> list[bytes]:
         """The frames of a record; TornRecordError if it is not what was written."""
@@ -108,6 +116,8 @@ class Segments:
                 self._path(number).unlink()
 
     def close(self) -> None:
+        """What was not synced is lost."""
+        self._unwritten.clear()
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1

@@ -34,6 +34,8 @@ _KEY_PATTERN: Final = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _SETTLED_NS: Final = 50_000_000
 """A folder's time stamp moves in steps of a few ms: read so soon after a change, the folder
 may change once more under the same stamp."""
+_LOOK_AGAIN_S: Final = 0.02
+"""So often it is read while that may be."""
 
 
 STRANGER: Final = "stranger"
@@ -136,21 +138,27 @@ class FolderWatch:
     one stat."""
 
     def __init__(self, folder: Path) -> None:
+        self.is_settled = False
+        """A change since the last look would be told by the folder's time stamp."""
         self._folder = folder
         self._stamp: tuple[int, int] | None = None
+        self._look_again_at = 0.0
 
     def changed(self) -> bool:
-        """Since the last call; True for a change that may go on under the same time stamp."""
+        """Since the last call; now and then True for a change that may go on under the same time
+        stamp."""
         try:
             stat = self._folder.stat()
         except FileNotFoundError:
             stamp = (0, 0)
         else:
             stamp = (stat.st_mtime_ns, stat.st_ino)
-        if stamp == self._stamp:
+        now = time.monotonic()
+        if stamp == self._stamp and (self.is_settled or now < self._look_again_at):
             return False
-        settled = abs(time.time_ns() - stamp[0]) > _SETTLED_NS
-        self._stamp = stamp if settled else None
+        self._stamp = stamp
+        self._look_again_at = now + _LOOK_AGAIN_S
+        self.is_settled = abs(time.time_ns() - stamp[0]) > _SETTLED_NS
         return True
 
     def forget(self) -> None:
@@ -178,17 +186,20 @@ class AllowList:
         """Counts how often the list was read anew."""
         self._key_of: dict[str, str] = {}
         self._name_of: dict[str, str] = {}
+        self._files: dict[str, _KeyFile] = {}
         self._watch = FolderWatch(self.folder)
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the folder if it changed. Costs one stat otherwise."""
+        """Read the folder if it changed, of its files those that are new. Costs one stat
+        otherwise."""
         if self._watch.changed():
             self._read()
 
     def name_of(self, public_key: str) -> str | None:
         """Who holds `public_key` now; None: a stranger."""
-        self.refresh()
+        if self._watch.changed() or not self._watch.is_settled:
+            self._read()  # it may have come or gone a moment ago
         return self._name_of.get(public_key)
 
     def refusal(self, public_key: str) -> str:
@@ -260,28 +271,64 @@ class AllowList:
     def _read(self) -> None:
         key_of: dict[str, str] = {}
         name_of: dict[str, str] = {}
-        for path in sorted(self.folder.glob("*.pub")):
-            problem = ""
-            try:
-                key = path.read_text(encoding="ascii").strip()
-            except FileNotFoundError:
-                continue  # revoked while we read
-            except (OSError, ValueError) as error:
-                key, problem = "", str(error)
-            if not problem and not NAME_PATTERN.fullmatch(path.stem):
+        self._files = _key_files(self.folder, self._files)
+        for file_name, file in sorted(self._files.items()):
+            name, problem = file_name.removesuffix(".pub"), file.problem
+            if not problem and not NAME_PATTERN.fullmatch(name):
                 problem = "its name cannot name a peer"
-            elif not problem and not _KEY_PATTERN.fullmatch(key):
+            elif not problem and not _KEY_PATTERN.fullmatch(file.key):
                 problem = "it holds no Z85 key of 40 characters"
-            elif key in name_of:
-                problem = f"its key is already that of {name_of[key]}"
+            elif not problem and file.key in name_of:
+                problem = f"its key is already that of {name_of[file.key]}"
             if problem:
-                log.warning("public_key_ignored", path=str(path), reason=problem)
+                path = str(self.folder / file_name)
+                log.warning("public_key_ignored", path=path, reason=problem)
                 continue
-            key_of[path.stem] = key
-            name_of[key] = path.stem
+            key_of[name] = file.key
+            name_of[file.key] = name
         if key_of != self._key_of:
             self._key_of, self._name_of = key_of, name_of
             self.generation += 1
+
+
+@dataclass(frozen=True, slots=True)
+class _KeyFile:
+    """What a file held when it had this `stamp`, None: it may change under the one that it has;
+    `problem`: why it could not be read."""
+
+    stamp: tuple[int, int, int] | None
+    key: str
+    problem: str
+
+
+def _key_files(folder: Path, known: Mapping[str, _KeyFile]) -> dict[str, _KeyFile]:
+    """Of the folder, by name. A file is opened when it is new: a list of a thousand keys is read
+    while the coordinator serves their holders."""
+    found: dict[str, _KeyFile] = {}
+    try:
+        entries = list(os.scandir(folder))
+    except FileNotFoundError:
+        return found
+    for entry in entries:
+        if not entry.name.endswith(".pub"):
+            continue
+        key = problem = ""
+        stamp = None
+        try:
+            stat = entry.stat()
+            if abs(time.time_ns() - stat.st_mtime_ns) > _SETTLED_NS:
+                stamp = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+            before = known.get(entry.name)
+            if before is not None and stamp is not None and before.stamp == stamp:
+                found[entry.name] = before
+                continue
+            key = Path(entry.path).read_text(encoding="ascii").strip()
+        except FileNotFoundError:
+            continue  # revoked while we read
+        except (OSError, ValueError) as error:
+            problem = str(error)
+        found[entry.name] = _KeyFile(stamp, key, problem)
+    return found
 
 
 def check_name(name: str) -> None:

@@ -222,6 +222,11 @@ class Router:
         """Whether it can be sent to, as far as known."""
         return peer in self._peers
 
+    def forget(self, peer: PeerId) -> None:
+        """It has left: nothing is kept for it any more. If it speaks again, it is known again."""
+        if peer in self._peers:
+            self._forget(peer)
+
     def peers(self) -> tuple[PeerId, ...]:
         """Those that can be sent to, as far as known."""
         return tuple(self._peers)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 import structlog
@@ -92,10 +92,13 @@ class Backoff:
 
 class LoopLag:
     """How late the event loop is: a task of `run` asks to be woken every `interval_s`, and
-    the delay beyond that is what every other callback suffered too."""
+    the delay beyond that is what every other callback suffered too. `on_sample` gets each."""
 
-    def __init__(self, *, interval_s: float = 0.1) -> None:
+    def __init__(
+        self, *, interval_s: float = 0.1, on_sample: Callable[[float], None] | None = None
+    ) -> None:
         self._interval_s = interval_s
+        self._on_sample = on_sample
         self.ewma_s = 0.0
         """Smoothed over about ten intervals."""
         self._max_s = 0.0
@@ -111,6 +114,8 @@ class LoopLag:
     def record(self, lag_s: float) -> None:
         self.ewma_s += _EWMA_WEIGHT * (lag_s - self.ewma_s)
         self._max_s = max(self._max_s, lag_s)
+        if self._on_sample is not None:
+            self._on_sample(lag_s)
 
     def take_max_s(self) -> float:
         """The largest lag since the last call."""

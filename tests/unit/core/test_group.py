@@ -74,6 +74,7 @@ def a_result_of_two() -> StoredResult:
 def test_a_result_spans_versions_from_its_oldest_to_its_newest_token() -> None:
     result = a_result_of_two()
     assert (result.min_version, result.max_version) == (V0, V2)
+    assert result.versions == {V0, V1, V2}
     assert result.tokens == 8
     assert result.reward_mean == 0.5
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +33,7 @@ def test_records_are_read_as_they_were_written_also_by_another_process(tmp_path:
 def test_a_segment_of_an_earlier_process_is_not_written_to(tmp_path: Path) -> None:
     segments = opened(tmp_path)
     before = segments.append([b"before"])
+    segments.sync()
     segments.close()
     again = opened(tmp_path)
     after = again.append([b"after"])
@@ -47,11 +50,47 @@ def test_a_segment_that_is_not_needed_goes_and_the_one_written_to_stays(tmp_path
     assert segments.numbers() == [places[-1].segment]
 
 
+def test_the_end_of_a_segment_is_on_the_disk_before_a_batch_goes_on_in_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: dict[int, int] = {}  # inode: bytes that were there when the disk was waited for
+
+    def fdatasync(handle: int) -> None:
+        found = os.fstat(handle)
+        synced[found.st_ino] = found.st_size
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    segments = opened(tmp_path, segment_bytes=2500)
+    places = [segments.append([b"x" * 1000]) for _ in range(10)]
+    segments.sync()
+    sizes = {path.stat().st_ino: path.stat().st_size for path in tmp_path.iterdir()}
+    assert len({place.segment for place in places}) == len(sizes) == 4
+    assert synced == sizes
+
+
+def test_many_records_are_written_whole_when_the_system_takes_a_part_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pwritev = os.pwritev
+
+    def a_part(handle: int, pieces: Sequence[memoryview], offset: int) -> int:
+        whole = b"".join(pieces)
+        return pwritev(handle, [whole[: max(1, len(whole) * 2 // 3)]], offset)
+
+    monkeypatch.setattr(os, "pwritev", a_part)
+    segments = opened(tmp_path, segment_bytes=1 << 20)
+    records = [[bytes([n]) * n, b"", b"end"] for n in range(200)]
+    places = [segments.append(record) for record in records]
+    segments.sync()
+    assert [segments.read(place) for place in places] == records
+
+
 @pytest.mark.parametrize("how", ["cut off", "changed", "removed", "another place"])
 def test_a_record_that_is_not_what_was_written_is_one_clear_error(tmp_path: Path, how: str) -> None:
     segments = opened(tmp_path)
     segments.append([b"first"])
     place = segments.append([b"payload"])
+    segments.sync()
     path = tmp_path / f"{place.segment:08}.seg"
     content = path.read_bytes()
     match how:

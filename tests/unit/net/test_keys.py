@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,6 +128,32 @@ def test_a_settled_folder_is_not_read_again(
     monkeypatch.setattr(allow_list, "_read", lambda: pytest.fail("read again"))
     allow_list.refresh()
     assert allow_list.names() == ("w-1",)
+
+
+def test_of_a_folder_that_changed_only_new_files_are_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = an_allow_list(tmp_path), an_allow_list(tmp_path)
+    keys = {f"w-{index}": a_key() for index in range(20)}
+    for name, key in keys.items():
+        theirs.authorize(name, key)
+        os.utime(ours.folder / f"{name}.pub", (1_000_000, 1_000_000))
+    assert ours.name_of(keys["w-0"]) == "w-0"
+    assert ours.names() == tuple(sorted(keys))
+    opened = []
+    read_text = Path.read_text
+
+    def counted(path: Path, *args: Any, **options: Any) -> str:
+        opened.append(path.stem)
+        return read_text(path, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", counted)
+    (ours.folder / "new.pub").write_text(f"{a_key()}\n")
+    (ours.folder / "w-3.pub").unlink()
+    assert ours.name_of(keys["w-3"]) is None
+    assert set(opened) == {"new"}
+    assert ours.names() == tuple(sorted({*keys, "new"} - {"w-3"}))
+    assert all(ours.holds(name, key) for name, key in keys.items() if name != "w-3")
 
 
 def test_the_generation_counts_changes_only(tmp_path: Path) -> None:

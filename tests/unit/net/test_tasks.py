@@ -101,6 +101,14 @@ def test_the_lag_is_smoothed_and_its_maximum_taken_once() -> None:
     assert lag.take_max_s() == 0.0
 
 
+def test_each_sample_of_the_lag_is_told() -> None:
+    samples: list[float] = []
+    lag = LoopLag(on_sample=samples.append)
+    lag.record(0.25)
+    lag.record(0.0)
+    assert samples == [0.25, 0.0]
+
+
 def test_the_meter_sees_what_its_loop_says() -> None:
     """The loop's clock is moved by hand: no real time is measured."""
 

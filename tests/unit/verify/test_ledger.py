@@ -24,6 +24,7 @@ def written(run: ARun, folder: Path, *, upto: int | None = None) -> Path:
     segments = Segments(folder / "ledger")
     segments.open()
     place = segments.append([b"task", b"payload"])
+    segments.sync()
     segments.close()
     database = Database(folder / "ledger.sqlite")
     with database.transaction():
