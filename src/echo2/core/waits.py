@@ -15,6 +15,12 @@ def waiting_text(state: RunState, dispatch_reason: str) -> str:
         f"{settings.groups_per_step} admissible",
         f"{len(book.leases)} in flight at {len(book.leases_by_worker)} workers",
     ]
+    audits = list(state.audits.open.values())
+    if audits:
+        oldest = min(audits, key=lambda audit: audit.since)
+        at = oldest.auditor or "nobody yet"
+        age_s = _rounded(state.now - oldest.since)
+        parts.append(f"{len(audits)} wait for their audit, the oldest {age_s} s, asked: {at}")
     if book.leases:
         slowest = min(book.leases.values(), key=lambda lease: lease.granted_at)
         age_s = _rounded(state.now - slowest.granted_at)
@@ -39,6 +45,8 @@ def waits(state: RunState, dispatch_reason: str) -> list[str]:
             f"{len(running.rewards)} of {len(running.request.tasks)} done, "
             f"{len(running.leases)} in flight"
         )
+    for peer, quarantine in state.audits.quarantined.items():
+        found.append(f"worker {peer} is quarantined since step {quarantine.step}")
     for worker in state.members.workers.values():
         if worker.suspect:
             found.append(
