@@ -119,6 +119,7 @@ class AuditDesk:
                 f"{len(claimed)} trajectories",
                 reason="wrong_audit",
             )
+        audit.auditor = peer  # it may have been given up for another one meanwhile
         if message.problem:
             self._refuted(audit, claimed, [], message.problem)
             return
@@ -141,12 +142,13 @@ class AuditDesk:
         audit = self._asked(peer, message.group, message.lease)
         if audit is not None:
             audit.tried.add(peer)
-            audit.auditor = None
+            if audit.auditor == peer:
+                audit.auditor = None
             audit.reason = f"{peer} could not say: {message.text}"
 
     def _asked(self, peer: PeerId, group: GroupId, lease: str) -> OpenAudit | None:
-        """The open audit that an answer is about; None for one that is repeated or late. Raises
-        RemoteProtocolError when the peer is no auditor."""
+        """The open audit that an answer is about; None for one that is repeated or late, or comes
+        before it is known what the learner had. RemoteProtocolError when the peer is no auditor."""
         if self.state.members.heard(peer, self.state.now) is None:
             raise RemoteProtocolError(
                 f"{peer} is not known here: say hello first", reason="unknown_peer"
@@ -157,6 +159,8 @@ class AuditDesk:
             )
         audit = self.state.audits.open.get(group)
         if audit is None or audit.lease != lease or audit.worker == peer:
+            return None
+        if audit.restored and not self.state.audits.learner_spoke:
             return None
         return audit
 

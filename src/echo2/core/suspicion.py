@@ -6,7 +6,8 @@ that neither staleness nor the speed of the fleet plays a part.
     observation   compared groups of one worker, put together until they have `tokens_min` tokens
     floor         of the precision class that the worker declared
     centre        median of what is typical (the median of the newest observations) of each other
-                  worker; spread: 1.4826 times the median distance from it, at least a tenth of it
+                  worker (of a large fleet, of each); spread: 1.4826 times the median distance from
+                  it, at least a tenth of it
     odd           with FLEET_MIN others and more: above max(floor, centre + factor * spread);
                   with fewer, where no centre can be trusted: above ALONE_FACTOR * floor
     S             S + 1 after an odd observation, max(0, S - LEAK) after another (Page's sum)
@@ -40,6 +41,8 @@ NEWEST: Final = 16
 WORKERS_MAX: Final = 10_000
 MAD_TO_SIGMA: Final = 1.4826
 SPREAD_SHARE_MIN: Final = 0.1
+FLEET_LARGE: Final = 64
+"""So many are a fleet whose median no single worker moves: then it is that of all."""
 
 
 class EvidenceSum:
@@ -105,13 +108,14 @@ class _Record:
 
     pool: list[GroupMismatch] = field(default_factory=list)
     newest: deque[float] = field(default_factory=lambda: deque(maxlen=NEWEST))
+    typical: float = 0.0
     odd: deque[Observation] = field(default_factory=lambda: deque(maxlen=NEWEST))
     sum: EvidenceSum = field(default_factory=EvidenceSum)
     precision: str = ""
 
-    @property
-    def typical(self) -> float:
-        return median(self.newest)
+    def add(self, diff_mean: float) -> None:
+        self.newest.append(diff_mean)
+        self.typical = median(self.newest)
 
 
 class MismatchWatch:
@@ -137,10 +141,13 @@ class MismatchWatch:
         for peer, observed in ready:  # first all numbers, so that their order decides nothing
             record = self._records[peer]
             record.precision = precision_of(peer)
-            record.newest.append(_mean(observed))
+            record.add(_mean(observed))
         suspected: dict[PeerId, Suspicion] = {}
+        known = {peer: record.typical for peer, record in self._records.items() if record.newest}
+        fleet = _centre(known.values()) if len(known) >= FLEET_LARGE else None
         for peer, observed in ready:
-            found = self._judge(peer, observed)
+            others = fleet or _centre(t for other, t in known.items() if other != peer)
+            found = self._judge(peer, observed, others)
             if found is not None:
                 suspected[peer] = found
         return list(suspected.values())
@@ -167,27 +174,28 @@ class MismatchWatch:
         pool, record.pool = record.pool, []
         return pool
 
-    def _judge(self, peer: PeerId, pool: Sequence[GroupMismatch]) -> Suspicion | None:
+    def _judge(
+        self, peer: PeerId, pool: Sequence[GroupMismatch], others: tuple[float, float] | None
+    ) -> Suspicion | None:
         record = self._records[peer]
         floor = self.rule.floor_of(record.precision)
-        centre, spread = self._centre_without(peer)
         threshold = ALONE_FACTOR * floor
-        if centre is not None and spread is not None:
-            threshold = max(floor, centre + self.rule.factor * spread)
+        if others is not None:
+            threshold = max(floor, others[0] + self.rule.factor * others[1])
         observation = Observation(
             groups=tuple(each.group for each in pool),
             num_tokens=sum(each.num_tokens for each in pool),
             diff_mean=_mean(pool),
             threshold=threshold,
-            centre=centre,
-            spread=spread,
+            centre=others[0] if others is not None else None,
+            spread=others[1] if others is not None else None,
         )
         if observation.is_odd:
             record.odd.append(observation)
         value = record.sum.note(odd=observation.is_odd)
         if value < self.rule.needed or not observation.is_odd:
             return None
-        confirmed = centre is not None or self._another_agrees(peer)
+        confirmed = others is not None or self._another_agrees(peer)
         return Suspicion(
             worker=peer,
             precision=record.precision,
@@ -196,20 +204,22 @@ class MismatchWatch:
             reason=_reason(observation, record.precision, len(record.odd), confirmed=confirmed),
         )
 
-    def _centre_without(self, peer: PeerId) -> tuple[float | None, float | None]:
-        others = [r.typical for p, r in self._records.items() if p != peer and r.newest]
-        if len(others) < FLEET_MIN:
-            return None, None
-        centre = median(others)
-        spread = MAD_TO_SIGMA * median(abs(typical - centre) for typical in others)
-        return centre, max(spread, SPREAD_SHARE_MIN * centre)
-
     def _another_agrees(self, peer: PeerId) -> bool:
         return any(
             record.typical <= ALONE_FACTOR * self.rule.floor_of(record.precision)
             for other, record in self._records.items()
             if other != peer and record.newest
         )
+
+
+def _centre(typical: Iterable[float]) -> tuple[float, float] | None:
+    """(centre, spread); None where too few were compared."""
+    values = list(typical)
+    if len(values) < FLEET_MIN:
+        return None
+    centre = median(values)
+    spread = MAD_TO_SIGMA * median(abs(value - centre) for value in values)
+    return centre, max(spread, SPREAD_SHARE_MIN * centre)
 
 
 def _mean(pool: Sequence[GroupMismatch]) -> float:

@@ -94,6 +94,7 @@ class SimLearner:
         self.step = 0
         self.wait_s = 0.0
         self.train_s = 0.0
+        self._mismatch_rng = Random(f"mismatch {peer} {name}")
         self._inbox: list[object] = []
         self._request: Message | None = None
         self._granted: BatchGranted | None = None
@@ -351,9 +352,10 @@ class SimLearner:
     def _compared(self, group: GroupId) -> GroupMismatch:
         model = self.model
         median = model.mismatch
-        if self._groups[group] in self.fabricators or self.rng.random() < model.outlier_share:
+        rng = self._mismatch_rng
+        if self._groups[group] in self.fabricators or rng.random() < model.outlier_share:
             median = model.lied_mismatch
-        diff = median * self.rng.lognormvariate(0.0, model.mismatch_sigma)
+        diff = median * rng.lognormvariate(0.0, model.mismatch_sigma)
         return GroupMismatch(group, TOKENS_COMPARED, diff)
 
     def _step_durable(self, step: int) -> None:

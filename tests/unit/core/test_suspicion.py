@@ -6,10 +6,10 @@ from random import Random
 
 import pytest
 
+from echo2.core import suspicion
 from echo2.core.suspicion import (
     ALONE_FACTOR,
     NEWEST,
-    WORKERS_MAX,
     EvidenceSum,
     MismatchRule,
     MismatchWatch,
@@ -162,11 +162,17 @@ def test_what_was_forgotten_begins_anew() -> None:
     assert steps_until_suspected(watch, **honest, liar=1.0) == 3
 
 
-def test_evidence_and_workers_are_bounded() -> None:
+def test_evidence_and_workers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suspicion, "WORKERS_MAX", 100)
     watch = a_watch()
     for _ in range(3 * NEWEST):
         found = observed(watch, a=HONEST, b=HONEST, c=HONEST, liar=1.0)
     assert len(found[0].odd) == NEWEST
-    for i in range(WORKERS_MAX + 10):
+    for i in range(110):
         watch.note([(PeerId(f"n{i}"), GroupMismatch(GroupId("g0"), 64, HONEST))], lambda _: "")
-    assert len(watch._records) == WORKERS_MAX
+    assert len(watch._records) == 100
+
+
+def test_in_a_large_fleet_a_liar_is_found_as_in_a_small_one() -> None:
+    honest = {f"w{i}": HONEST for i in range(100)}
+    assert steps_until_suspected(a_watch(), **honest, liar=1.0) == 3
