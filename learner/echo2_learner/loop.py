@@ -126,7 +126,7 @@ class Loop:
         trained_at = time.perf_counter()
         train_s, wait_s = trained_at - received, received - asked
         with self.stop.patient(parts.config.heartbeat.gone_s):
-            session.complete(step, train_s=train_s, wait_s=wait_s, mismatch=checked.by_worker)
+            session.complete(step, train_s=train_s, wait_s=wait_s, mismatch=checked.by_group)
             parts.count(granted.groups)
             self.step = step + 1
             is_last = granted.last or self.step >= parts.config.learner.steps

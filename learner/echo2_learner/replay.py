@@ -27,7 +27,7 @@ from echo2.messages import (
     LearnerWelcome,
     VersionPublished,
 )
-from echo2.types import Sampling, Span, Task, TrajectoryHeader, Version
+from echo2.types import GroupMismatch, Sampling, Span, Task, TrajectoryHeader, Version
 from echo2_learner.checkpoint import Checkpoint, read_checkpoint
 from echo2_learner.main import run
 from echo2_learner.parts import Parts, build
@@ -73,7 +73,7 @@ class ReplaySession:
         return Batch(step, saved.loss_from_step, groups, granted, last)
 
     def complete(
-        self, step: int, *, train_s: float, wait_s: float, mismatch: dict[str, float]
+        self, step: int, *, train_s: float, wait_s: float, mismatch: Sequence[GroupMismatch]
     ) -> None:
         print(f"step {step + 1}: replayed in {train_s:.2f} s", flush=True)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from echo2.messages import BatchGranted, BatchGroup, EvalResult, LearnerWelcome, VersionPublished
-from echo2.types import Sampling, Task, Version
+from echo2.types import GroupMismatch, Sampling, Task, Version
 
 
 class GrantedBatch(Protocol):
@@ -35,7 +35,7 @@ class Session(Protocol):
     ) -> LearnerWelcome: ...
     def next_batch(self, step: int) -> GrantedBatch | None: ...
     def complete(
-        self, step: int, *, train_s: float, wait_s: float, mismatch: dict[str, float]
+        self, step: int, *, train_s: float, wait_s: float, mismatch: Sequence[GroupMismatch]
     ) -> None: ...
     def publish(self, message: VersionPublished) -> int: ...
     def checkpoint_saved(self, step: int, kept: Sequence[int]) -> None: ...

@@ -188,6 +188,7 @@ class CoordinatorSockets:
                 self._context,
                 keys=keys,
                 keys_dir=keys_dir,
+                given_by_hand=self._config.audit.workers,
                 bind=bind,
                 offer=offer,
                 on_event=self._on_event,

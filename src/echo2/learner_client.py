@@ -59,7 +59,7 @@ from echo2.messages import (
     TasksSubmitted,
     VersionPublished,
 )
-from echo2.types import Sampling, Task, Version
+from echo2.types import GroupMismatch, Sampling, Task, Version
 
 log = structlog.get_logger()
 
@@ -186,7 +186,7 @@ class LearnerClient:
         )
 
     async def complete(
-        self, step: int, *, train_s: float, wait_s: float, mismatch: dict[str, float]
+        self, step: int, *, train_s: float, wait_s: float, mismatch: Sequence[GroupMismatch]
     ) -> None:
         """The batch of `step` was applied; returns when that is durable and v is step + 1."""
         answer = self._expect(StepDurable)
@@ -427,6 +427,7 @@ async def _in_daemon_thread(work: Callable[[], T]) -> T:
             set_it(value)
 
     def run() -> None:
+        told: tuple[Callable[[Any], None], Any]
         try:
             made = work()
         except BaseException as error:  # raised again where it is waited for

@@ -21,7 +21,7 @@ from echo2.messages import (
     LearnerWelcome,
     VersionPublished,
 )
-from echo2.types import Sampling, Task, Version
+from echo2.types import GroupMismatch, Sampling, Task, Version
 
 
 class LearnerSession:
@@ -74,7 +74,7 @@ class LearnerSession:
         return self._call(self._client.next_batch(step))
 
     def complete(
-        self, step: int, *, train_s: float, wait_s: float, mismatch: dict[str, float]
+        self, step: int, *, train_s: float, wait_s: float, mismatch: Sequence[GroupMismatch]
     ) -> None:
         self._call(self._client.complete(step, train_s=train_s, wait_s=wait_s, mismatch=mismatch))
 

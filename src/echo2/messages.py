@@ -27,6 +27,7 @@ from echo2.types import (
     Digest,
     Endpoint,
     GroupId,
+    GroupMismatch,
     LeaseId,
     LinkReport,
     Mbit,
@@ -34,6 +35,7 @@ from echo2.types import (
     PublicKey,
     Real,
     RelayPeer,
+    Reward,
     Sampling,
     Seconds,
     ServerKey,
@@ -44,7 +46,7 @@ from echo2.types import (
     Version,
 )
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 HEADER_MAX_BYTES: Final = 4 << 20
 CHUNK_MAX_BYTES: Final = 256 << 10
 GROUP_FRAME_MAX_BYTES: Final = 256 << 20
@@ -55,6 +57,7 @@ STRIPES_MAX: Final = 256
 DELTA_PATH_MAX: Final = 16
 STORED_MAX: Final = 8
 WORKERS_MAX: Final = 10_000
+MISMATCHES_MAX: Final = 4096
 JOIN_SETTINGS_MAX: Final = 256 << 10
 
 
@@ -145,6 +148,8 @@ class WorkerHello(Message):
     `slots`: groups that it works on at once. `held`: leases that it still works on after a
     reconnect, reclaimed if they are still alive. `installed`: the version that it serves;
     `stored`, while it serves none: manifests of versions on its disk, from which deltas lead on.
+    `replays`: its environment can play a transcript again, so that it could audit others; whether
+    it may is the operator's word alone.
     """
 
     protocol: Annotated[int, Field(ge=0, le=2**31)]
@@ -165,6 +170,7 @@ class WorkerHello(Message):
     relay_key: ServerKey = ""
     uplink_mbit: Mbit = 0.0
     downlink_mbit: Mbit = 0.0
+    replays: bool = False
 
 
 @message(_C, "coordinator", "worker")
@@ -369,6 +375,43 @@ class GroupAcknowledged(Message):
     lease: LeaseName
     outcome: Literal["accepted", "duplicate", "superseded", "refused"]
     reason: Text = ""
+
+
+@message(_R, "coordinator", "worker")
+class AuditOrdered(Message):
+    """Recompute the rewards of a group that another worker sampled under `lease`: play the task
+    again, and answer each turn with the tokens that are here. Frames as in GroupResult; the
+    rewards in the headers are what that worker claims. Ordered again until it is answered."""
+
+    lease: LeaseName
+    group: GroupName
+    task: Task
+    sampling: Sampling
+    trajectories: Annotated[
+        tuple[TrajectoryHeader, ...], Field(min_length=1, max_length=GROUP_SIZE_MAX)
+    ]
+    token_ids: TokenFrame
+    loss_mask: TokenFrame
+
+
+@message(_R, "worker", "coordinator")
+class AuditDone(Message):
+    """The recomputed rewards, in the order of the trajectories. With a `problem` there are none:
+    the environment does not make this transcript, whatever the policy says."""
+
+    lease: LeaseName
+    group: GroupName
+    rewards: Annotated[tuple[Reward, ...], Field(max_length=GROUP_SIZE_MAX)] = ()
+    problem: Text = ""
+
+
+@message(_R, "worker", "coordinator")
+class AuditFailed(Message):
+    """The auditor cannot say: its environment failed, or it leaves."""
+
+    lease: LeaseName
+    group: GroupName
+    text: Text
 
 
 @message(_R, "worker learner", "coordinator")
@@ -580,14 +623,15 @@ class BatchGroup(Message):
 class StepCompleted(Message):
     """The batch of `step` was applied: v becomes step + 1. Idempotent. Sent until
     acknowledged. `groups`: what was trained, which a coordinator that was started again knows
-    from its ledger. `mismatch`: mean |logprob difference| per worker, where measured."""
+    from its ledger. `mismatch`: of the groups whose behaviour logprobs were recomputed with the
+    version that sampled them, how far they are from the learner's."""
 
     incarnation: Count
     step: Count
     groups: Annotated[tuple[GroupName, ...], Field(min_length=1, max_length=65536)]
     train_s: Seconds
     wait_s: Seconds
-    mismatch: Annotated[dict[Name, Real], Field(max_length=65536)]
+    mismatch: Annotated[tuple[GroupMismatch, ...], Field(max_length=MISMATCHES_MAX)] = ()
 
 
 @message(_C, "coordinator", "learner")

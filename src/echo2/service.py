@@ -31,13 +31,25 @@ from typing import Any, Final
 import structlog
 
 from echo2 import wire
+from echo2.audit_key import load_or_create_audit_key
 from echo2.config import Config, config_to_toml
+from echo2.config_vllm import precision_of
 from echo2.coordinator_sockets import CoordinatorSockets
 from echo2.core.coordinator import CoordinatorState
-from echo2.core.effects import DeliverGroup, Effect, Emit, Finish, Persist, ProbeRelay, Send
+from echo2.core.effects import (
+    DeliverGroup,
+    Effect,
+    Emit,
+    Finish,
+    OrderAudit,
+    Persist,
+    ProbeRelay,
+    Send,
+)
 from echo2.core.events import (
     Event,
     KeyRevoked,
+    PardonRequested,
     Persisted,
     Received,
     RelayProbed,
@@ -45,8 +57,9 @@ from echo2.core.events import (
     Tick,
 )
 from echo2.core.restored import Restored
-from echo2.core.settings import CoordinatorSettings
+from echo2.core.settings import AuditSettings, CoordinatorSettings
 from echo2.core.status import status as core_status
+from echo2.core.suspicion import MismatchRule
 from echo2.embedding import EmbeddedLearner, Tensors
 from echo2.errors import ConfigError, ProtocolError, RemoteProtocolError
 from echo2.folder_errors import folder_errors
@@ -57,6 +70,7 @@ from echo2.ledger import durable as ledger
 from echo2.ledger.durable import DurableLedger
 from echo2.ledger.events_log import EventsLog
 from echo2.messages import (
+    AuditOrdered,
     BatchGroup,
     Goodbye,
     GroupResult,
@@ -70,6 +84,7 @@ from echo2.metrics import CoordinatorMetrics
 from echo2.net.probe import probe_endpoint
 from echo2.net.sockets import close_context, make_context
 from echo2.net.tasks import LoopLag, OwnedTasks
+from echo2.pardons import read_pardons, remove_pardon
 from echo2.types import PeerId, Task, Version
 from echo2.weights.files import make_folder, write_whole
 
@@ -79,7 +94,10 @@ TICK_S: Final = 0.1
 LEAVE_S: Final = 2.0
 """At the end workers may take so long to read that it is the end."""
 QUIET_EVENTS: Final = frozenset(
-    {"group_ended", "lease_granted", "version_installed", "step_completed"}
+    {
+        *("group_ended", "lease_granted", "version_installed", "step_completed"),
+        *("audit_opened", "group_audited"),
+    }
 )
 """Events too frequent for the log at level info; even to say nothing of them takes its time."""
 LOCAL_LEARNER: Final = PeerId("learner:embedded")
@@ -90,7 +108,28 @@ UNREADABLE: Final = (
 """What comes of records that were damaged, or are another program's."""
 
 
-def settings_of(config: Config, run_id: str) -> CoordinatorSettings:
+def audit_settings_of(config: Config, key: bytes) -> AuditSettings:
+    """[audit] as the core reads it; `key` is the run's secret."""
+    audit = config.audit
+    return AuditSettings(
+        share=audit.share,
+        workers=tuple(PeerId(name) for name in audit.workers),
+        key=key,
+        reward_tolerance=audit.reward_tolerance,
+        refuted_needed=audit.refuted_needed,
+        wait_s=audit.wait_s,
+        action=audit.action,
+        rule=MismatchRule(
+            needed=audit.mismatch_needed,
+            tokens_min=audit.mismatch_tokens,
+            factor=audit.mismatch_factor,
+            floor=audit.mismatch_floor,
+            run_precision=precision_of(config),
+        ),
+    )
+
+
+def settings_of(config: Config, run_id: str, audit_key: bytes = b"") -> CoordinatorSettings:
     """The core's settings out of the TOML schema."""
     return CoordinatorSettings(
         run_id=run_id,
@@ -124,6 +163,7 @@ def settings_of(config: Config, run_id: str) -> CoordinatorSettings:
         curve=config.net.curve,
         host=config.net.host,
         origin_uplink_mbit=config.net.origin_uplink_mbit,
+        audit=audit_settings_of(config, audit_key),
     )
 
 
@@ -203,7 +243,9 @@ class Coordinator:
         restored = await asyncio.to_thread(self._restored)
         self._log.open()
         self.run_id = self._known_run_id()
-        self._core = CoordinatorState(settings_of(self.config, self.run_id), restored)
+        audit_key = load_or_create_audit_key(self.run_dir) if self.config.audit.share else b""
+        settings = settings_of(self.config, self.run_id, audit_key)
+        self._core = CoordinatorState(settings, restored)
         resolved = self.run_dir / "config.resolved.toml"
         if not resolved.exists():
             with folder_errors(self.run_dir):  # it may hold a token
@@ -444,7 +486,13 @@ class Coordinator:
         while True:
             await asyncio.sleep(TICK_S)
             self._sockets.look_at_keys()
+            self._look_at_pardons()
             self.feed(Tick())
+
+    def _look_at_pardons(self) -> None:
+        for peer in read_pardons(self.run_dir):
+            self.feed(PardonRequested(peer))
+            remove_pardon(self.run_dir, peer)
 
     # ----------------------------------------------------------------------- effects
 
@@ -467,6 +515,8 @@ class Coordinator:
                     self._send(peer, message)
                 case DeliverGroup():
                     self._send(effect.peer, _batch_group(effect))
+                case OrderAudit():
+                    self._send(effect.peer, _audit_ordered(effect))
                 case Persist(record_id, record):
                     self._ledger.append(record_id, record)
                 case ProbeRelay(peer, endpoint):
@@ -527,6 +577,20 @@ def _batch_group(effect: DeliverGroup) -> BatchGroup:
     )
     wire.hand_on(group, payload, "trajectories")
     return group
+
+
+def _audit_ordered(effect: OrderAudit) -> AuditOrdered:
+    payload = effect.result.payload
+    assert isinstance(payload, GroupResult)
+    return AuditOrdered(
+        lease=effect.result.lease,
+        group=effect.group,
+        task=effect.task,
+        sampling=effect.sampling,
+        trajectories=effect.result.trajectories,
+        token_ids=payload.token_ids,
+        loss_mask=payload.loss_mask,
+    )
 
 
 def _default_run_dir(config: Config) -> Path:

@@ -31,7 +31,7 @@ FRAMES_MAX: Final = 1 + max(len(frame_fields(cls)) for cls in MESSAGES.values())
 """Most frames of any message, the header included."""
 
 MAP_ITEMS_MAX: Final = 65536
-"""Most entries of any map in a header; the largest is StepCompleted's `mismatch`."""
+"""Most entries of any map in a header."""
 
 _HEADER: Final = "_header"
 _PACKED: Final = "_packed"

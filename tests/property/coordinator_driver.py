@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine
 from echo2.core.coordinator import CoordinatorState
 from echo2.core.effects import Effect, Persist, Send
 from echo2.core.events import Event, Persisted, Received, Tick
-from echo2.core.group import GroupState
+from echo2.core.group import WITH_RESULT, GroupState
 from echo2.core.settings import CoordinatorSettings
 from echo2.errors import RemoteProtocolError
 from echo2.messages import (
@@ -81,7 +81,7 @@ def recount(core: CoordinatorState) -> None:
     out: Counter[int] = Counter()
     buffered: dict[int, set[str]] = {}
     for group in book.groups.values():
-        if group.state in (GroupState.LEASED, GroupState.STORING, GroupState.BUFFERED):
+        if group.state in (GroupState.LEASED, *WITH_RESULT):
             expiry = book.expiry(group)
             held[expiry] += 1
             if group.state is GroupState.BUFFERED:
@@ -297,7 +297,7 @@ class Driver(RuleBasedStateMachine):
                 groups=(self.batch and self.batch.groups) or (GroupId("g0"),),
                 train_s=1.0,
                 wait_s=0.0,
-                mismatch={"w0": 0.1},
+                mismatch=(),
             ),
         )
 

@@ -52,6 +52,14 @@ def told(status: dict[str, Any]) -> list[str]:
     ]
     if refused:
         lines.append(f"refused   {refused}")
+    audits = status.get("audits") or {}
+    if any(audits.values()):
+        told = ", ".join(f"{number(count)} {verdict}" for verdict, count in audits.items())
+        lines.append(f"audits    {told}")
+    for name, found in (status.get("quarantined") or {}).items():
+        lines.append(
+            f"quarantine {name}  since step {number(found.get('step'))}  {found.get('reason')}"
+        )
     lines.extend(f"waits     {told_wait(wait)}" for wait in status.get("waits") or [])
     for worker in status.get("workers") or []:
         lines.append(

@@ -14,7 +14,7 @@ from echo2.core.group import Group, GroupState, Lease, StoredResult
 from echo2.core.staleness import expiry_step
 from echo2.types import GroupId, LeaseId, PeerId, Task, Version
 
-_OUT = (GroupState.LEASED, GroupState.STORING)
+_OUT = (GroupState.LEASED, GroupState.STORING, GroupState.AUDITING)
 _HELD = (*_OUT, GroupState.BUFFERED)
 
 
@@ -50,7 +50,7 @@ class GroupBook:
 
     @property
     def num_held(self) -> int:
-        """Groups leased, storing or buffered."""
+        """Groups leased, storing, auditing or buffered."""
         return self.held_by_expiry.total()
 
     @property
@@ -122,8 +122,16 @@ class GroupBook:
         self._enter(group)
         return lease
 
+    def await_audit(self, group: Group) -> None:
+        """Durable, and not to be trained before its verdict."""
+        self._leave(group)
+        group.move(GroupState.AUDITING)
+        group.record_id = None
+        self._enter(group)
+
     def admit(self, group: Group) -> None:
-        """Durable (or given back by a batch): the group may be trained."""
+        """Durable and, if it had to be, audited (or given back by a batch): the group may be
+        trained."""
         self._leave(group)
         group.move(GroupState.BUFFERED)
         group.record_id = None
@@ -141,6 +149,7 @@ class GroupBook:
         lease = self._end_lease(group)
         group.result = None
         group.record_id = None
+        group.audited = False
         group.last_reason = reason
         if group.awaits_task:
             del self.groups[group.id]
@@ -168,7 +177,7 @@ class GroupBook:
             self._enter(group)
         else:
             group.move(GroupState.QUEUED)
-            group.result = None
+            group.result, group.audited = None, False
             self._queue_first(group)
 
     # ------------------------------------------------------------------ helpers

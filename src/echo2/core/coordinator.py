@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from echo2.core.audit_desk import AuditDesk
 from echo2.core.dispatch import Dispatcher
 from echo2.core.effects import Effect
 from echo2.core.events import (
     Event,
     KeyRevoked,
+    PardonRequested,
     Persisted,
     Received,
     RelayProbed,
@@ -37,6 +39,8 @@ from echo2.core.watchdog import Watchdog
 from echo2.core.worker_desk import WorkerDesk
 from echo2.errors import RemoteProtocolError
 from echo2.messages import (
+    AuditDone,
+    AuditFailed,
     BatchRequest,
     BatchWaiting,
     BroadcastRequest,
@@ -74,6 +78,7 @@ class CoordinatorState:
         self.state = RunState(settings, restored)
         self.workers = WorkerDesk(self.state)
         self.learner = LearnerDesk(self.state)
+        self.audits = AuditDesk(self.state)
         self.dispatcher = Dispatcher(self.state)
         self._handlers: dict[type[Message], Callable[[PeerId, Any], None]] = {
             WorkerHello: self.workers.hello,
@@ -82,6 +87,8 @@ class CoordinatorState:
             InstallFailed: self.workers.install_failed,
             GroupResult: self.workers.result,
             LeaseFailed: self.workers.failed,
+            AuditDone: self.audits.done,
+            AuditFailed: self.audits.failed,
             RelayReport: self.workers.relays.report,
             Draining: self._draining,
             Goodbye: self._goodbye,
@@ -119,6 +126,8 @@ class CoordinatorState:
                     self.workers.relays.probed(event)
                 case KeyRevoked(peer):
                     self._revoked(peer)
+                case PardonRequested(peer):
+                    self.audits.pardon(peer)
                 case StopRequested(reason):
                     state.finish(ok=True, finished=False, reason=reason)
             if not _only_informs(event):
@@ -131,7 +140,7 @@ class CoordinatorState:
     def _start(self) -> None:
         state, settings = self.state, self.state.settings
         self.started_at = state.costed_at = state.now
-        state.seat.vacant_since = state.now
+        state.seat.vacant_since = state.audits.auditor_seen_at = state.now
         state.emit(
             "run_started",
             run_id=settings.run_id,
@@ -184,7 +193,7 @@ class CoordinatorState:
             case GroupStored():
                 assert isinstance(context, Group)
                 self.workers.stored(record_id, record, context)
-                self._only_buffered = context.state is GroupState.BUFFERED
+                self._only_buffered = context.state in (GroupState.BUFFERED, GroupState.AUDITING)
             case StepRecorded():
                 self.learner.batches.step_durable(record_id)
             case LearnerRecorded():
@@ -202,6 +211,7 @@ class CoordinatorState:
             return
         step, only_buffered = self.state.next_step, self._only_buffered
         self._only_buffered = False
+        self.audits.dispatch()
         self.learner.batches.try_batch()
         if only_buffered and self.state.next_step == step:
             return

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from echo2.core.admission import settle
 from echo2.core.batch_desk import BatchDesk
 from echo2.core.evals import EVALS_MAX
-from echo2.core.group import Group, GroupState
+from echo2.core.group import WITH_RESULT, Group
 from echo2.core.records import (
     CheckpointRecorded,
     LearnerRecorded,
@@ -186,15 +187,21 @@ class LearnerDesk:
         for lease in list(state.book.leases.values()):
             if not state.lineage.is_alive(lease.version):
                 state.lose_lease(lease, dead, counted=False, tell=True)
-        for group in state.book.in_state(GroupState.BUFFERED, GroupState.STORING):
+        state.audits.learner_spoke = True
+        for group in state.book.in_state(*WITH_RESULT):
             if not self._is_alive(group):
+                state.audits.close(group.id)
                 state.book.requeue(group, dead)
                 group.attempts = 0  # the leases were not at fault
         for entry in reversed(state.history.rewind(resume_step)):
             group = entry.group
+            is_known_bad = entry.worker in state.audits.quarantined
             buffered = entry.has_result and self._is_alive(group) and self._fits(group)
+            buffered &= not is_known_bad
             state.book.revive(group, with_result=buffered)
             self._returned(group.id, to="buffer" if buffered else "queue")
+            if buffered:
+                settle(state, group)
         for group_id, trained_at in state.restored_trained:
             if trained_at >= resume_step:
                 state.stream.put_back(index_of(group_id))

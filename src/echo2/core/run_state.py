@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from echo2.core.audits import Audits
 from echo2.core.broadcast import Broadcasts
 from echo2.core.buffer import GroupBook
 from echo2.core.delta_choice import DeltaOffers, Way, main_group
 from echo2.core.effects import Effect, Emit, Finish, Persist, Send
 from echo2.core.estimates import Estimate
 from echo2.core.evals import Eval, EvalLease, Evals
-from echo2.core.group import End, Group, GroupState, Lease
+from echo2.core.group import WITH_RESULT, End, Group, GroupState, Lease
 from echo2.core.history import TrainedHistory
 from echo2.core.lineage import Lineage
 from echo2.core.membership import Members, Worker
@@ -35,7 +36,7 @@ from echo2.messages import (
     Shutdown,
     VersionPublished,
 )
-from echo2.types import GroupId, LeaseId, PeerId, Task, Version
+from echo2.types import GroupId, GroupMismatch, LeaseId, PeerId, Task, Version
 
 RECENT_LEASES_MAX = 65_536
 PAST_HELLOS_MAX = 256
@@ -53,7 +54,8 @@ class Batch:
 @dataclass(slots=True)
 class Seat:
     """The learner's place. `peer` is None while nobody sits there; `wanted_step` is the
-    batch that it waits for; `completing` names the record that makes its step durable."""
+    batch that it waits for; `completing` names the record that makes its step durable, and
+    `mismatch` is what the learner compared in it."""
 
     peer: PeerId | None = None
     hello_id: str = ""
@@ -66,6 +68,7 @@ class Seat:
     wanted_at: float = 0.0
     batch: Batch | None = None
     completing: int | None = None
+    mismatch: list[tuple[PeerId, GroupMismatch]] = field(default_factory=list)
     told_text: str = ""
     told_at: float = 0.0
 
@@ -87,6 +90,7 @@ class RunState:
         self.broadcasts = Broadcasts()
         self.deltas = DeltaOffers()
         self.evals = Evals()
+        self.audits = Audits(settings.audit)
         self.seat = Seat()
         self.past_hellos: deque[str] = deque(maxlen=PAST_HELLOS_MAX)
         self.stream = TaskStream()
@@ -146,6 +150,7 @@ class RunState:
         self.cost_usd = restored.cost_usd
         self.restored_trained = list(restored.trained)
         self.told_step = restored.told_step
+        self.audits.restore(dict(restored.quarantined))
         for lease in restored.leases:
             self._resume(lease)
 
@@ -249,6 +254,7 @@ class RunState:
     ) -> None:
         """The group ends, once; its live lease, if any, is revoked."""
         self._tell_end(group, end, reason, trained_at)
+        self.audits.close(group.id)
         self.ends[end] += 1
         self.failed_in_row = self.failed_in_row + 1 if end == "failed" else 0
         if group.awaits_task:
@@ -311,6 +317,23 @@ class RunState:
             self.book.requeue(group, reason)
             if tell:
                 self.revoke_at_worker(lease, reason)
+
+    def withdraw(self, group: Group, reason: str) -> None:
+        """A result that is not believed: its group is queued for another worker, and no attempt
+        is counted."""
+        result = group.result
+        assert result is not None
+        self.emit(
+            "group_withdrawn",
+            group_id=group.id,
+            lease=result.lease,
+            worker=result.worker,
+            reason=reason,
+        )
+        self.audits.close(group.id)
+        group.known_leases.pop(result.lease, None)  # sent again, it is not taken again
+        self.book.requeue(group, reason)
+        group.avoid, group.attempts = result.worker, max(0, group.attempts - 1)
 
     def is_live(self, lease: LeaseId) -> bool:
         return lease in self.book.leases or lease in self.evals.lease_eval
@@ -463,7 +486,7 @@ class RunState:
         low = min([low, *(lease.version.step for lease in self.book.leases.values())])
         low = min([low, *(e.version.step for e in self.evals.evals.values())])
         if self.settings.late == "mask":
-            for group in self.book.in_state(GroupState.BUFFERED, GroupState.STORING):
+            for group in self.book.in_state(*WITH_RESULT):
                 if group.result is not None:
                     low = min(low, group.result.min_version.step)
         self.lineage.forget_below(low)

@@ -5,9 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from echo2.types import Sampling
+from echo2.core.suspicion import MismatchRule
+from echo2.types import PeerId, Sampling
 
 Late = Literal["wait", "drop", "mask"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditSettings:
+    """Names and units as in [audit] of the TOML schema. `key` makes the choice of groups a secret
+    of the coordinator; `rule` says when logprobs are suspicious."""
+
+    share: float = 0.0
+    workers: tuple[PeerId, ...] = ()
+    key: bytes = field(default=b"", repr=False)
+    reward_tolerance: float = 1e-6
+    refuted_needed: int = 2
+    wait_s: float = 60.0
+    in_flight_max: int = 8
+    action: Literal["quarantine", "report"] = "quarantine"
+    rule: MismatchRule = field(default_factory=MismatchRule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +66,7 @@ class CoordinatorSettings:
     host: str = "127.0.0.1"
     """What the coordinator listens on."""
     origin_uplink_mbit: float = 0.0
+    audit: AuditSettings = field(default_factory=AuditSettings)
 
     @property
     def buffer_max(self) -> int:

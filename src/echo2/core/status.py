@@ -54,6 +54,14 @@ def status(state: RunState, dispatch_reason: str) -> dict[str, Any]:
             "max": state.settings.buffer_max,
             "by_version": {str(v): n for v, n in buffered_by_version(state.book).items()},
         },
+        "quarantined": {
+            peer: {"cause": found.cause, "reason": found.reason, "step": found.step}
+            for peer, found in state.audits.quarantined.items()
+        },
+        "audits": {
+            "open": len(state.audits.open),
+            **{v: state.audits.verdicts[v] for v in ("confirmed", "refuted", "unaudited")},
+        },
         "leases": len(state.book.leases),
         "queue": len(state.book.queue),
         "groups": {

@@ -39,6 +39,7 @@ def waits(state: RunState, dispatch_reason: str) -> list[Wait]:
     return [
         *_of_the_learner(state, dispatch_reason),
         *_of_evals(state),
+        *_of_audits(state),
         *_of_the_disk(state),
         *_of_workers(state),
         *_of_leases(state),
@@ -56,6 +57,12 @@ def waiting_text(state: RunState, dispatch_reason: str, *, ages: bool = True) ->
         f"{settings.groups_per_step} admissible",
         f"{len(book.leases)} in flight at {len(book.leases_by_worker)} workers",
     ]
+    audits = list(state.audits.open.values())
+    if audits:
+        oldest = min(audits, key=lambda audit: audit.since)
+        at = oldest.auditor or "nobody yet"
+        age = f", the oldest {_rounded(state.now - oldest.since)} s" if ages else ""
+        parts.append(f"{len(audits)} wait for their audit{age}, asked: {at}")
     if book.leases:
         slowest = _slowest(state)
         age = f" {_rounded(state.now - slowest.granted_at)} s" if ages else ""
@@ -75,17 +82,17 @@ def _of_the_learner(state: RunState, dispatch_reason: str) -> Iterator[Wait]:
         deadline = since + settings.learner_timeout_s
         yield Wait("learner", "coordinator", text, since, deadline, "the run ends with code 1")
     elif seat.wanted_step is not None:
-        deadline, then = _batch_ends(state)
+        ends_at, then = _batch_ends(state)
         text = waiting_text(state, dispatch_reason, ages=False)
-        yield Wait("batch", "coordinator", text, seat.wanted_at, deadline, then)
+        yield Wait("batch", "coordinator", text, seat.wanted_at, ends_at, then)
     asked = state.stream.outstanding
     if asked is not None and seat.peer is not None:
         text = f"the coordinator waits for {asked.count} tasks from g{asked.start} on"
         asked_at, since = state.stream.asked_at, state.stream.waits_since
         since = asked_at if since is None else since
-        deadline = asked_at + TASKS_PATIENCE_S
+        again_at = asked_at + TASKS_PATIENCE_S
         then = "they are asked for again"
-        yield Wait("tasks", f"learner {seat.peer}", text, since, deadline, then)
+        yield Wait("tasks", f"learner {seat.peer}", text, since, again_at, then)
 
 
 def _batch_ends(state: RunState) -> tuple[float | None, str]:
@@ -116,6 +123,16 @@ def _of_evals(state: RunState) -> Iterator[Wait]:
             deadline = state.no_worker_since + state.settings.no_worker_timeout_s
             then = "the run ends with code 1"
         yield Wait(f"eval {eval_id}", "coordinator", text, running.begun_at, deadline, then)
+
+
+def _of_audits(state: RunState) -> Iterator[Wait]:
+    audits = list(state.audits.open.values())
+    if audits:
+        oldest = min(audits, key=lambda audit: audit.since)
+        text = f"{len(audits)} groups wait for their audit by {oldest.auditor or 'nobody yet'}"
+        deadline = oldest.since + state.settings.audit.wait_s
+        then = "the oldest is trained without it"
+        yield Wait("audits", "coordinator", text, oldest.since, deadline, then)
 
 
 def _of_the_disk(state: RunState) -> Iterator[Wait]:

@@ -4,7 +4,7 @@
                and how it ended
     learners   incarnations and the step from which each went on
     versions   published versions and their manifests
-    facts      v, the kept checkpoints, the data position, the cost, how many groups ended how
+    facts      v, the kept checkpoints, the data position, the cost, who is quarantined
 
 What a record made of a group, a step or a version is `told` when the event that says so was seen:
 a coordinator that is killed between the commit and the event leaves it to the next one.
@@ -20,6 +20,7 @@ so many turns would cost the event loop more than the work itself.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 from collections import Counter
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from echo2.core.audits import Quarantine
 from echo2.core.records import (
     CheckpointRecorded,
     LearnerRecorded,
@@ -38,11 +40,11 @@ from echo2.core.records import (
 )
 from echo2.core.restored import Restored, RestoredLease
 from echo2.core.task_queue import group_of, index_of
-from echo2.errors import ConfigError
+from echo2.errors import ConfigError, Echo2Error
 from echo2.ledger import schema
 from echo2.ledger.rows import Rows
 from echo2.ledger.segments import Place
-from echo2.types import GroupId, Version
+from echo2.types import GroupId, PeerId, Version
 
 OBSERVED: Final = frozenset(
     {
@@ -53,9 +55,15 @@ OBSERVED: Final = frozenset(
         "lease_failed",
         "step_completed",
         "version_published",
+        "group_withdrawn",
+        "worker_quarantined",
+        "worker_pardoned",
     }
 )
 """Events that the ledger takes in beside records: nobody waits for them to be durable."""
+QUARANTINED: Final = "quarantined"
+"""The fact that names quarantined workers: cause, reason, step and what the learner had."""
+_QUARANTINE_FIELDS: Final = ("cause", "reason", "step", "in_training")
 EARLIER: Final = "earlier"
 """How a group ended under a release without a ledger: only that it did is known here."""
 _LEASE_FIELDS: Final = (
@@ -89,6 +97,7 @@ class Database:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._is_stale = False
         try:
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._prepare()
@@ -229,6 +238,13 @@ class Database:
                     "UPDATE versions SET told = 1 WHERE incarnation = ? AND step = ?",
                     (version.incarnation, version.step),
                 )
+            case "worker_quarantined":
+                told = {name: fields[name] for name in _QUARANTINE_FIELDS}
+                self._set(QUARANTINED, self._fact(QUARANTINED, {}) | {fields["worker"]: told})
+            case "worker_pardoned":
+                kept = self._fact(QUARANTINED, {})
+                kept.pop(fields["worker"], None)
+                self._set(QUARANTINED, kept)
             case _:
                 self._observe_group(index_of(GroupId(fields["group_id"])), event, fields)
         self._set("events_position", position)
@@ -246,6 +262,11 @@ class Database:
                     row.segment = row.lease = None  # its result has no place any more
             case "lease_granted":
                 self._lease(index, fields)
+            case "group_withdrawn":
+                known = self._rows.get(index)
+                if known is not None and known.lease == fields["lease"] and known.ended is None:
+                    row = self._rows.change(index)
+                    row.segment = row.lease = None
             case _:
                 self._end_lease(index, fields["lease"])
 
@@ -437,5 +458,32 @@ class Database:
             untold=tuple(Version(i, step) for i, step, _, told in versions if not told),
             leases=self._leases(),
             cost_usd=self._fact("cost_usd", 0.0),
+            quarantined=tuple(
+                (
+                    PeerId(name),
+                    Quarantine(
+                        told["cause"], told["reason"], told["step"], tuple(told["in_training"])
+                    ),
+                )
+                for name, told in self._fact(QUARANTINED, {}).items()
+            ),
             ends=dict(self._db.execute("SELECT ended, number FROM ends WHERE number > 0")),
         )
+
+
+def quarantined_workers(path: Path) -> dict[str, dict[str, Any]]:
+    """Name -> cause, reason and step of each worker that the ledger at `path` has in quarantine;
+    {} where there is no ledger. Nothing is written. Echo2Error for one that cannot be read."""
+    if not path.is_file():
+        return {}
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=rw", uri=True)) as database:
+            row = database.execute(
+                "SELECT value FROM facts WHERE name = ?", (QUARANTINED,)
+            ).fetchone()
+    except sqlite3.Error as error:
+        raise Echo2Error(
+            f"{path} cannot be read ({error}); see what is wrong with: echo2 verify"
+        ) from error
+    found: dict[str, dict[str, Any]] = {} if row is None else json.loads(row[0])
+    return found

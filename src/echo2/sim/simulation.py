@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from echo2.core.coordinator import CoordinatorState
-from echo2.core.effects import DeliverGroup, Effect, Emit, Finish, Persist, Send
+from echo2.core.effects import DeliverGroup, Effect, Emit, Finish, OrderAudit, Persist, Send
 from echo2.core.events import Event, Persisted, Received, Tick
 from echo2.core.waits import waits
 from echo2.errors import RemoteProtocolError
-from echo2.messages import GroupResult, Heartbeat, LearnerHeartbeat, Message, Refused
+from echo2.messages import AuditOrdered, GroupResult, Heartbeat, LearnerHeartbeat, Message, Refused
 from echo2.sim.faults import FaultInjector
 from echo2.sim.invariants import Invariants, Violation
 from echo2.sim.learner import Disk, SimLearner
@@ -57,7 +57,7 @@ class Simulation:
         self.timeline = Timeline()
         self.network = Network(self.timeline, Random(f"network {scenario.seed}"), scenario.network)
         self.core = CoordinatorState(scenario.settings)
-        self.invariants = Invariants(scenario.settings)
+        self.invariants = Invariants(scenario.settings, frozenset(scenario.liars))
         self.steps = scenario.steps
         self.outcome = Outcome()
         self.trace: deque[tuple[float, Event | Emit | str]] = deque(maxlen=TRACE_LENGTH)
@@ -171,6 +171,7 @@ class Simulation:
             steps=self.steps,
             period=self.scenario.settings.period,
             on_end=self._learner_ended,
+            fabricators=frozenset(p for p, lie in self.scenario.liars.items() if lie == "logprobs"),
         )
         self.learner = learner
         self.processes[learner.peer] = learner
@@ -279,6 +280,8 @@ class Simulation:
                 self._send_out(peer, message.LANE, message)
             case DeliverGroup(peer):
                 self._send_out(peer, "rollouts", effect)
+            case OrderAudit(peer):
+                self._send_out(peer, AuditOrdered.LANE, _audit_ordered(effect))
             case Persist(record_id, record):
                 self.ledger.append(record_id, record)
                 self._persist(record_id)
@@ -344,6 +347,20 @@ def _line(now: float, what: Event | Emit | str) -> str:
     if isinstance(what, Emit):
         return f"{now:9.3f}    -> {what.event} {what.fields}"
     return f"{now:9.3f} {_short(what)}"
+
+
+def _audit_ordered(effect: OrderAudit) -> AuditOrdered:
+    payload = effect.result.payload
+    assert isinstance(payload, GroupResult)
+    return AuditOrdered(
+        lease=effect.result.lease,
+        group=effect.group,
+        task=effect.task,
+        sampling=effect.sampling,
+        trajectories=effect.result.trajectories,
+        token_ids=payload.token_ids,
+        loss_mask=payload.loss_mask,
+    )
 
 
 def _is_routine(event: Event) -> bool:

@@ -277,7 +277,7 @@ def messages_of_a_learner(incarnation: int) -> list[Message]:
         TasksSubmitted(incarnation=incarnation, start=0, tasks=(a_task(0),)),
         BatchRequest(incarnation=incarnation, step=0),
         StepCompleted(
-            incarnation=incarnation, step=0, groups=("g0",), train_s=1.0, wait_s=0.0, mismatch={}
+            incarnation=incarnation, step=0, groups=("g0",), train_s=1.0, wait_s=0.0, mismatch=()
         ),
         a_publication(version),
         CheckpointSaved(incarnation=incarnation, step=0, kept=(0,)),

@@ -608,7 +608,7 @@ def test_a_result_that_becomes_durable_after_a_rewind_is_superseded() -> None:
     effects = scene.becomes_durable()
     acknowledged = sent(effects, GroupAcknowledged)
     assert [(a.outcome, a.reason) for a in acknowledged] == [
-        ("superseded", "the learner was rewound")
+        ("superseded", "sampled after the checkpoint that was resumed")
     ]
 
 

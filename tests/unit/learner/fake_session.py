@@ -22,7 +22,7 @@ from echo2.messages import (
     LearnerWelcome,
     VersionPublished,
 )
-from echo2.types import Sampling, Span, Task, TrajectoryHeader, Version
+from echo2.types import GroupMismatch, Sampling, Span, Task, TrajectoryHeader, Version
 from echo2.weights.store import open_version
 from echo2_learner.policy import Policy
 
@@ -42,7 +42,7 @@ class FakeSession:
     tell_last: bool = True
     on_call: Callable[[str, int], None] = lambda name, step: None
     calls: list[tuple[str, int]] = field(default_factory=list)
-    mismatches: list[dict[str, float]] = field(default_factory=list)
+    mismatches: list[Sequence[GroupMismatch]] = field(default_factory=list)
     published: list[VersionPublished] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
@@ -81,7 +81,7 @@ class FakeSession:
         return Batch(step, granted.loss_from_step, groups, granted, last)
 
     def complete(
-        self, step: int, *, train_s: float, wait_s: float, mismatch: dict[str, float]
+        self, step: int, *, train_s: float, wait_s: float, mismatch: Sequence[GroupMismatch]
     ) -> None:
         self._called("complete", step)
         self.mismatches.append(mismatch)
