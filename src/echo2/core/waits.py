@@ -88,8 +88,8 @@ def _of_the_learner(state: RunState, dispatch_reason: str) -> Iterator[Wait]:
     asked = state.stream.outstanding
     if asked is not None and seat.peer is not None:
         text = f"the coordinator waits for {asked.count} tasks from g{asked.start} on"
-        asked_at, since = state.stream.asked_at, state.stream.waits_since
-        since = asked_at if since is None else since
+        asked_at, began_at = state.stream.asked_at, state.stream.waits_since
+        since = asked_at if began_at is None else began_at
         again_at = asked_at + TASKS_PATIENCE_S
         then = "they are asked for again"
         yield Wait("tasks", f"learner {seat.peer}", text, since, again_at, then)
