@@ -140,7 +140,7 @@ def ray_calls(python: str, shape: Shape, seconds: float) -> dict[str, Any]:
 
 
 def report(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    shape = Shape(options.group_size, options.tokens)
+    shape = Shape(options.group_size, options.tokens, min(32, options.tokens // 4))
     spec = LoadSpec(
         workers=options.workers,
         processes=options.processes,

@@ -40,7 +40,9 @@ from echo2.net.sockets import dealer_socket, make_context
 from echo2.net.wakeups import POLLOUT, is_ready
 from echo2.types import GroupId, LeaseId, Span, TrajectoryHeader, Version
 
-HEARTBEAT_S: Final = 1.0
+LEARNER_BEAT_S: Final = 0.5
+BEATS_EACH_S: Final = 0.02
+"""So often it is looked whose heartbeat is due."""
 PAYLOADS: Final = 8
 """Different groups of which each worker sends one after the other."""
 _NOWAIT: Final = int(zmq.NOBLOCK)
@@ -306,7 +308,7 @@ class NullWorker(Peer):
         self.leases: dict[str, None] = {}
         self.is_welcome = False
         self.sequence = 0
-        self.beat_at = time.monotonic() + HEARTBEAT_S * (hash(name) % 997) / 997
+        self.beat_s = self.beat_at = 0.0
 
     def opened(self) -> None:
         self.send(self.rollouts, wire.encode(LaneOpened()))
@@ -334,6 +336,8 @@ class NullWorker(Peer):
                 self.leases.pop(fields["lease"], None)
             case "WorkerWelcome":
                 self.is_welcome = True
+                self.beat_s = fields["heartbeat_interval_s"]
+                self.beat_at = time.monotonic() + self.beat_s * (hash(self.name) % 997) / 997
             case "VersionAnnounced":
                 self.install(fields)
             case "Refused":
@@ -355,7 +359,7 @@ class NullWorker(Peer):
     def beat(self, now: float) -> None:
         if now < self.beat_at or not self.is_welcome:
             return
-        self.beat_at = now + HEARTBEAT_S
+        self.beat_at = now + self.beat_s
         self.sequence += 1
         fields = {
             "sequence": self.sequence,
@@ -404,7 +408,7 @@ class Fleet:
         """Send what is due, and heartbeats."""
         now = time.monotonic()
         if now >= self._beat_due:
-            self._beat_due = now + HEARTBEAT_S / 50
+            self._beat_due = now + BEATS_EACH_S
             for worker in self.workers.values():
                 worker.beat(now)
         if self.rate is None:
@@ -586,7 +590,7 @@ class NullLearner(Peer):
     def beat(self) -> None:
         now = time.monotonic()
         if now >= self._beat_due and self.incarnation:
-            self._beat_due = now + HEARTBEAT_S
+            self._beat_due = now + LEARNER_BEAT_S
             self.sequence += 1
             self.tell("LearnerHeartbeat", sequence=self.sequence, state="training")
 

@@ -48,7 +48,8 @@ _TICKS: Final = os.sysconf("SC_CLK_TCK")
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
     """`processes` hold the workers between them. The learner publishes every `publish_every`
-    steps and keeps a checkpoint every `checkpoint_every`."""
+    steps and keeps a checkpoint every `checkpoint_every`. `gone_s`: a worker that is silent for so
+    long loses its leases."""
 
     workers: int = 200
     processes: int = 1
@@ -57,6 +58,7 @@ class LoadSpec:
     groups_per_step: int = 128
     publish_every: int = 16
     checkpoint_every: int = 8
+    gone_s: float = 15.0
     curve: bool = False
     ledger: Literal["disk", "memory"] = "disk"
 
@@ -69,6 +71,11 @@ class LoadSpec:
             "learner": {"groups_per_step": self.groups_per_step},
             "dispatch": {"group_size": self.shape.group_size, "lead_steps": 4},
             "staleness": {"max": 4 * self.publish_every, "period": self.publish_every},
+            "heartbeat": {
+                "interval_s": self.gone_s / 15,
+                "suspect_s": self.gone_s / 3,
+                "gone_s": self.gone_s,
+            },
             "net": {"curve": self.curve},
         }
 

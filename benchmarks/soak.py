@@ -229,7 +229,7 @@ def main() -> None:
         workers=options.workers,
         processes=options.processes,
         slots=2,
-        shape=Shape(options.group_size, options.tokens),
+        shape=Shape(options.group_size, options.tokens, min(32, options.tokens // 4)),
         groups_per_step=options.groups_per_step,
         curve=not options.plain,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from echo2.messages import GroupResult
 
@@ -39,17 +40,33 @@ def frames_problem(result: GroupResult, *, vocab_size: int = 0) -> str:
     if vocab_size and token_ids.max() >= vocab_size:
         return f"a token id is {token_ids.max()}; the policy's vocabulary has {vocab_size}"
     is_sampled = mask.view(np.bool_)
-    count = np.count_nonzero
+    if _agrees(result, is_sampled):
+        return ""
     start = 0
     for index, header in enumerate(result.trajectories):
-        sampled = count(is_sampled[start : start + header.length])
-        named = sum(
-            count(is_sampled[start + span.start : start + span.end]) for span in header.spans
-        )
+        own = is_sampled[start : start + header.length]
+        sampled = int(own.sum())
+        named = sum(int(own[span.start : span.end].sum()) for span in header.spans)
         if sampled != header.num_sampled or named != sampled:
             return (
                 f"trajectory {index}: the mask has {sampled} sampled tokens, {named} of them in "
                 f"spans, and the header says {header.num_sampled}"
             )
         start += header.length
-    return ""
+    raise AssertionError("some trajectory disagrees with its header")
+
+
+def _agrees(result: GroupResult, is_sampled: npt.NDArray[np.bool_]) -> bool:
+    """Whether the mask and all headers say the same. Spans do not overlap (the message was
+    checked), so that what they hold in all is all that was sampled only if none is outside."""
+    count = np.count_nonzero
+    start = num_named = 0
+    for header in result.trajectories:
+        named = 0
+        for span in header.spans:
+            named += count(is_sampled[start + span.start : start + span.end])
+        if named != header.num_sampled:
+            return False
+        num_named += named
+        start += header.length
+    return num_named == int(count(is_sampled))

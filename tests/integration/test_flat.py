@@ -42,16 +42,17 @@ def test_a_coordinator_is_as_large_after_many_groups_as_after_few(tmp_path: Path
         groups_per_step=R,
         publish_every=4,
         checkpoint_every=4,
+        gone_s=3.0,
         curve=True,
     )
     with load_run.LoadRun(tmp_path / "load", spec) as run:
-        run.pace(400.0)
-        soak = soak_module.Soak(run, groups=6000, churn=6.0)
+        run.pace(200.0)
+        soak = soak_module.Soak(run, groups=3000, churn=3.0)
         soak.go()
         steps, trained = run.trained()
         ends = Counter(int(sample.tasks) for sample in soak.samples)
-    assert soak.num_leaves > 30
-    assert trained > 5000
+    assert soak.num_leaves > 20
+    assert trained > 2500
     assert soak_module.metric(soak.metrics, "echo2_loop_lag_samples_seconds_count") > 10
     early, late = soak_module.EARLY, soak_module.LATE
     # A worker that vanished is missed after heartbeat.gone_s, so a few come and go.
@@ -60,7 +61,7 @@ def test_a_coordinator_is_as_large_after_many_groups_as_after_few(tmp_path: Path
     # Two checkpoints, what is held, and what waits to be settled.
     rows = sqlite3.connect(run.run_dir / "ledger.sqlite").execute("SELECT count(*) FROM groups")
     assert rows.fetchone()[0] < 2 * 4 * R + (1 + LEAD) * R + 600
-    assert steps * R == trained
+    assert steps * R <= trained <= (steps + 1) * R
 
 
 @pytest.mark.usefixtures("benchmark_path")
@@ -73,7 +74,7 @@ async def test_workers_that_come_under_ever_new_names_leave_nothing_behind(tmp_p
             "dispatch": {"group_size": 2, "lead_steps": LEAD},
             "staleness": {"max": 16, "period": 4},
             "worker": {"engine": "null"},
-            "heartbeat": {"interval_s": 0.2, "suspect_s": 2.0, "gone_s": 3.0},
+            "heartbeat": {"interval_s": 0.1, "suspect_s": 1.0, "gone_s": 2.0},
             "net": {"curve": False},
             "log": {"level": "warning"},
         }
@@ -89,7 +90,7 @@ async def test_workers_that_come_under_ever_new_names_leave_nothing_behind(tmp_p
             fleet.send(("pace", None))
             fleet.send(("join", [(f"stays-{n}", None) for n in range(4)]))
             early = {}
-            for visit in range(16):
+            for visit in range(12):
                 names = [f"comes-{visit}.{n}" for n in range(4)]
                 fleet.send(("join", [(name, None) for name in names]))
                 await until(lambda: workers(coordinator) == 8)
@@ -99,7 +100,7 @@ async def test_workers_that_come_under_ever_new_names_leave_nothing_behind(tmp_p
                 fleet.send(("leave", names[:2], True))
                 fleet.send(("leave", names[2:], False))
                 await until(lambda: workers(coordinator) == 4)
-                if visit == 5:
+                if visit == 4:
                     early = sizes(coordinator)
             late = sizes(coordinator)
         finally:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 from pathlib import Path
+from typing import Final
 
 import uvloop
 
@@ -23,9 +25,17 @@ def main(path: Path, run_dir: Path | None, overrides: list[str]) -> int:
     return uvloop.run(_serve(config, folder))
 
 
+GC_THRESHOLDS: Final = (20_000, 20, 20)
+"""Objects that came and did not go, before Python looks for cycles among them. Groups make many
+objects and no cycle; by default they would all be looked at every few hundred groups, for tens
+of milliseconds."""
+
+
 async def _serve(config: Config, folder: RunFolder) -> int:
     loop = asyncio.get_running_loop()
     async with Coordinator(config, run_dir=folder.path) as coordinator:
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
         folder.prepare(config)  # not before the folder is ours: another one may be at work there
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, coordinator.stop, f"{number.name} received")
