@@ -39,8 +39,8 @@ EACH_S = (3.0, 8.0)
 """Between the beginnings of two faults."""
 LASTS_S = (2.0, 20.0)
 WORKERS = 3
-STEPS = int(0.8 * CHAOS_S)
-"""More than are done while faults strike."""
+STEPS = int(1.6 * CHAOS_S)
+"""More than are done while faults strike: of 8 groups each, at 4 of a worker in a second."""
 END_S = 900.0
 
 Kind = Literal["kill", "stop", "cut", "in", "out"]

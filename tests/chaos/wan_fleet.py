@@ -31,7 +31,22 @@ ENGINE = "echo2_workers.engine_host"
 NET = """
 [net]
 host = "{address}"
+
+[environment]
+name = "steady:Steady"
 """
+STEADY = """
+import asyncio
+from echo2_workers.environments.addition import Addition
+
+class Steady(Addition):
+    name, version = "steady", "1"
+
+    async def rollout(self, task, generate):
+        await asyncio.sleep(1.0)
+        return await super().rollout(task, generate)
+"""
+"""A rollout takes a second at least: how many steps a run does in a minute is known."""
 
 
 def missing() -> str:
@@ -54,6 +69,7 @@ class WanFleet(Fleet):
 
     def __enter__(self) -> WanFleet:
         self.wan.__enter__()
+        (self.folder / "steady.py").write_text(STEADY)
         with self.config.open("a") as config:
             config.write(NET.format(address=self.wan.address(HEAD)))
         return self

@@ -168,7 +168,7 @@ def test_no_worker_within_the_time_out(commands: Commands) -> None:
 
 
 def test_a_learner_that_is_gone(commands: Commands) -> None:
-    commands.configure("Few", learner_s=8.0)
+    commands.configure("Few", learner_s=40.0)
     coordinator = commands.start("coordinator")
     commands.until((commands.run_dir / "coordinator.json").exists, "a coordinator")
     learner = commands.start("learner")
@@ -176,7 +176,7 @@ def test_a_learner_that_is_gone(commands: Commands) -> None:
     learner.kill()
     assert coordinator.wait(TIMEOUT_S) == 1, commands.said("coordinator")
     assert re.match(
-        r"no learner for \d+ s \(run.learner_timeout_s = 8\); start it with: echo2 learner",
+        r"no learner for \d+ s \(run.learner_timeout_s = 40\); start it with: echo2 learner",
         commands.end()["reason"],
     )
     assert "no learner for" in commands.said("coordinator")
@@ -185,7 +185,9 @@ def test_a_learner_that_is_gone(commands: Commands) -> None:
 def test_all_groups_failing(commands: Commands) -> None:
     commands.configure("Broken")
     assert commands.start("run").wait(TIMEOUT_S) == 1, commands.said("run")
-    assert "32 groups failed one after the other" in commands.said("run")
+    cause = re.search(r"(\d+) groups failed one after the other", commands.said("run"))
+    assert cause is not None, commands.said("run")
+    assert int(cause[1]) >= 32
     reasons = {e["reason"] for e in commands.events("group_ended") if e["end"] == "failed"}
     assert any("the grader is out of order" in reason for reason in reasons)
 
@@ -200,9 +202,7 @@ def test_tasks_that_are_used_up(commands: Commands) -> None:
         "reason": cause,
         "finished": True,
     }
-    assert "failed: the tasks are used up before the last step (learner.steps)" in commands.said(
-        "run"
-    )
+    assert f"not finished ({cause})" in commands.said("run")
     assert "3 of 6 steps" in commands.said("run")
     assert (commands.run_dir / "final").is_dir()
 
