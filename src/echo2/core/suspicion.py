@@ -148,8 +148,9 @@ class MismatchWatch:
         for peer, observed in ready:
             others = fleet or _centre(t for other, t in known.items() if other != peer)
             found = self._judge(peer, observed, others)
-            if found is not None:
-                suspected[peer] = found
+            before = suspected.get(peer)
+            if found is not None and (before is None or not before.confirmed):
+                suspected[peer] = found  # the first that is enough
         return list(suspected.values())
 
     def fleet(self) -> tuple[float, float] | None:

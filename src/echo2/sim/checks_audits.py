@@ -36,6 +36,7 @@ class AuditChecks:
             "group_audited": self._audited,
             "group_withdrawn": self._withdrawn,
             "worker_quarantined": self._quarantined,
+            "worker_pardoned": self._pardoned,
         }
 
     def check_trained(self, group: GroupId, track: Track) -> None:
@@ -106,6 +107,12 @@ class AuditChecks:
         worker = fields["worker"]
         require(worker in self.liars, f"{worker} is honest and was quarantined: {fields['reason']}")
         self.books.quarantined[worker] = frozenset(fields["in_training"])
+
+    def _pardoned(self, fields: dict[str, Any]) -> None:
+        require(
+            self.books.quarantined.pop(fields["worker"], None) is not None,
+            f"{fields['worker']} is pardoned, and was not quarantined",
+        )
 
     def after(self) -> None:
         """Nothing is left of a quarantined worker but what the learner has."""

@@ -38,7 +38,9 @@ class Audited(Check):
 
     def _used(self, line: Line) -> None:
         group = line["group_id"]
-        if self._key is None or not self._is_chosen(self._key, group):
+        if self._key is None or not self.history.run_id:
+            return  # which were chosen is not known
+        if not self._is_chosen(self._key, group):
             return
         self.promise.checked += 1
         verdict = self._verdicts.get(group)

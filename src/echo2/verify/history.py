@@ -109,6 +109,8 @@ class History:
     """Worker -> versions that it has installed at some time."""
     precisions: dict[str, str] = field(default_factory=dict)
     quarantined: set[str] = field(default_factory=set)
+    found_out_at: int = -1
+    """v when a worker was accused of its logprobs last."""
     run_id: str = ""
     finished: bool = False
     """The run came to its own end (not an interruption, not an error)."""
@@ -160,6 +162,8 @@ class History:
 
     def _worker_quarantined(self, line: Line) -> None:
         self.quarantined.add(line["worker"])
+        if line["cause"] == "mismatch":
+            self.found_out_at = self.v
 
     def _worker_pardoned(self, line: Line) -> None:
         self.quarantined.discard(line["worker"])
