@@ -259,8 +259,9 @@ class Simulation:
             refusal = Refused(reason=error.reason, text=str(error)[:2048], fatal=False)
             self._send_out(event.peer, refusal.LANE, refusal)
             return
-        crash = "" if any(isinstance(effect, Finish) for effect in effects) else self._crash
-        if crash == "before" and effects:
+        finishes = any(isinstance(effect, Finish) for effect in effects)
+        crash = self._crash if effects and not finishes else ""
+        if crash == "before":
             self.restart_coordinator()
             return
         if crash == "between":
@@ -271,7 +272,7 @@ class Simulation:
         for effect in sorted(effects, key=lambda effect: not isinstance(effect, Emit)):
             self._carry_out(effect)
         self.invariants.observe(event, effects, self.core.state)
-        if crash and effects:
+        if crash:
             self.restart_coordinator()
 
     def _carry_out(self, effect: Effect) -> None:
