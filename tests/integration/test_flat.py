@@ -91,18 +91,21 @@ async def test_workers_that_come_under_ever_new_names_leave_nothing_behind(tmp_p
             fleet.send(("join", [(f"stays-{n}", None) for n in range(4)]))
             early = {}
             for visit in range(12):
-                names = [f"comes-{visit}.{n}" for n in range(4)]
+                names = [f"comes-{visit}.{n}" for n in range(6)]
                 fleet.send(("join", [(name, None) for name in names]))
-                await until(lambda: workers(coordinator) == 8)
+                await until(lambda: workers(coordinator) == 10)
                 _, done = await ask(fleet, "count")
                 while (await ask(fleet, "count"))[1] < done + 4 * R:
                     await asyncio.sleep(0.02)
-                fleet.send(("leave", names[:2], True))
-                fleet.send(("leave", names[2:], False))
+                fleet.send(("leave", names[:4], True))
+                fleet.send(("leave", names[4:], False))
                 await until(lambda: workers(coordinator) == 4)
                 if visit == 4:
                     early = sizes(coordinator)
             late = sizes(coordinator)
+            for _ in range(10):  # what is on its way for a moment is not what stays
+                await asyncio.sleep(0.05)
+                late &= sizes(coordinator)
         finally:
             fleet.send(("stop",))
             learner.send(("stop",))

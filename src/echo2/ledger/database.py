@@ -106,6 +106,7 @@ class Database:
                 f"{path} cannot be used as a ledger ({error}); nothing in it was changed: free "
                 "space, make it writable, restore it from a copy, or give another --run-dir"
             ) from error
+        self._read_again()
 
     def _prepare(self) -> None:
         try:
@@ -117,7 +118,6 @@ class Database:
         self._db.execute("PRAGMA journal_mode = WAL")
         # A commit is on the disk when it returns.
         self._db.execute("PRAGMA synchronous = FULL")
-        self._read_again()
 
     @contextmanager
     def _whole(self) -> Iterator[None]:

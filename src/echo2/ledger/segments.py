@@ -21,12 +21,11 @@ from typing import Final
 from blake3 import blake3
 
 from echo2.errors import Echo2Error
+from echo2.ledger.segment_file import SegmentFile
 
 SEGMENT_BYTES: Final = 64 << 20
 FRAMES_MAX: Final = 8
 RECORD_MAX_BYTES: Final = 1 << 30
-WRITTEN_AT_ONCE: Final = 64
-"""Records of one call; a system takes 1024 at most."""
 _NAME = re.compile(r"(\d{8})\.seg")
 
 
@@ -52,10 +51,7 @@ class Segments:
         self._folder = folder
         self._segment_bytes = segment_bytes
         self._number = -1
-        self._handle = -1
-        self._offset = 0
-        self._unwritten: list[bytes] = []
-        """Records that come before `_offset`, one after the other."""
+        self._file: SegmentFile | None = None
 
     def open(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -67,31 +63,20 @@ class Segments:
         return sorted(int(match[1]) for match in found if match)
 
     def append(self, frames: Sequence[bytes]) -> Place:
-        """Take a record; it is in the file, and on the disk, after `sync`."""
-        if self._handle < 0 or self._offset >= self._segment_bytes:
-            self._begin()
+        """Take a record; it is on the disk after `sync`."""
+        file = self._file
+        if file is None or file.end >= self._segment_bytes:
+            file = self._begin()
         sizes = b"".join(len(frame).to_bytes(4, "little") for frame in frames)
         record = b"".join((bytes([len(frames)]), sizes, *frames))
-        place = Place(self._number, self._offset, len(record), blake3(record).digest())
-        self._unwritten.append(record)
-        self._offset += len(record)
+        # In one piece: each call that takes long lets Python's other threads in.
+        place = Place(self._number, file.end, len(record), blake3(record).digest())
+        file.put(record)
         return place
 
     def sync(self) -> None:
-        """Write what was taken, many records at once: each call lets Python's other threads in."""
-        if self._handle < 0:
-            return
-        offset = self._offset - sum(map(len, self._unwritten))
-        left = [memoryview(record) for record in self._unwritten]
-        while left:
-            written = os.pwritev(self._handle, left[:WRITTEN_AT_ONCE], offset)
-            offset += written
-            while left and written >= len(left[0]):
-                written -= len(left.pop(0))
-            if written:
-                left[0] = left[0][written:]
-        self._unwritten.clear()
-        os.fdatasync(self._handle)
+        if self._file is not None:
+            self._file.sync()
 
     def read(self, place: Place) -> list[bytes]:
         """The frames of a record; TornRecordError if it is not what was written."""
@@ -111,29 +96,27 @@ class Segments:
 
     def remove(self, number: int) -> None:
         """Nothing in it is needed. The one that is written to stays."""
-        if self._handle < 0 or number != self._number:
+        if self._file is None or number != self._number:
             with contextlib.suppress(FileNotFoundError):
                 self._path(number).unlink()
 
     def close(self) -> None:
         """What was not synced is lost."""
-        self._unwritten.clear()
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
-    def _begin(self) -> None:
-        self.sync()  # what is still to be committed of the one before
+    def _begin(self) -> SegmentFile:
+        self.sync()  # what it holds of a batch that goes on in the next one
         self.close()
-        number = self._number + 1
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        self._handle = os.open(self._path(number), flags, 0o600)
-        self._number, self._offset = number, 0
+        self._file = SegmentFile(self._path(self._number + 1))
+        self._number += 1
         folder = os.open(self._folder, os.O_RDONLY)
         try:
             os.fsync(folder)  # its name, too, must outlive a power cut
         finally:
             os.close(folder)
+        return self._file
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:08}.seg"

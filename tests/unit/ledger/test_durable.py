@@ -111,7 +111,7 @@ def test_a_full_disk_is_one_clear_error_and_nothing_more_is_answered(
             def full(*_: Any) -> int:
                 raise OSError(28, "No space left on device")
 
-            monkeypatch.setattr(os, "pwritev", full)
+            monkeypatch.setattr(os, "pwrite", full)
             running.ledger.append(3, stored(1))
             with pytest.raises(Echo2Error, match=r"cannot be written .No space left on device"):
                 await running.ledger.wait()
