@@ -152,12 +152,23 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
 
 
 def test_no_worker_within_the_time_out(commands: Commands) -> None:
-    commands.configure("Few", no_worker_s=12.0)
+    commands.configure("Few", no_worker_s=45.0)
     coordinator = commands.start("coordinator")
     commands.until((commands.run_dir / "coordinator.json").exists, "a coordinator")
     learner = commands.start("learner")
+    commands.until(lambda: commands.events("version_published"), "a version")
+    status = [*ECHO2, "status", "--run-dir", str(commands.run_dir)]
+    commands.until(
+        lambda: re.search(
+            r"^waits     step 0 waits for groups: 0 of 4 admissible; .*, since \d+ s  "
+            r"\(coordinator: the run ends with code 1 in \d+ s\)$",
+            subprocess.run(status, capture_output=True, text=True, timeout=60, check=False).stdout,
+            re.MULTILINE,
+        ),
+        "wait in the status",
+    )
     assert coordinator.wait(TIMEOUT_S) == 1, commands.said("coordinator")
-    cause = "no worker could sample for 12 s (run.no_worker_timeout_s) while step 0 waits for"
+    cause = "no worker could sample for 45 s (run.no_worker_timeout_s) while step 0 waits for"
     assert commands.end()["reason"].startswith(cause)
     assert cause in commands.said("coordinator")
     assert learner.wait(TIMEOUT_S) == 1

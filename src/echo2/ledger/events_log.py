@@ -94,9 +94,9 @@ def _writable(path: Path) -> Iterator[None]:
 
 
 def cut_torn_lines(path: Path, *, start: int | None) -> int:
-    """Cut off the file at the first line from byte `start` on that is no JSON object, or a last
-    line that does not end with None; what is left is on the disk. Returns where it ends, 0 for a
-    file that is not there. ConfigError when it cannot be written."""
+    """Cut off the file at the first line from byte `start` on that is no whole JSON object; with
+    None only a last line that does not end. What is left is on the disk. Returns where it ends, 0
+    for a file that is not there. ConfigError when it cannot be written."""
     if not path.exists():
         return 0
     with _writable(path), path.open("r+b") as file:
@@ -105,7 +105,8 @@ def cut_torn_lines(path: Path, *, start: int | None) -> int:
         if keep < size:
             log.warning("events_cut_off", file=str(path), at=keep, num_bytes=size - keep)
             file.truncate(keep)
-        os.fdatasync(file.fileno())
+        if size:
+            os.fdatasync(file.fileno())
         return keep
 
 
