@@ -61,7 +61,8 @@ class BatchDesk:
         """Of a group that was leased before the coordinator was started again."""
 
         early = group.early
-        group.task, group.awaits_task, group.early = task, False, None
+        group.early = None
+        self.state.book.take_task(group, task)
         if early is not None:
             WorkerDesk(self.state).result(*early)
 

@@ -214,6 +214,18 @@ def test_a_result_that_comes_before_its_task_waits_for_it() -> None:
     assert scene.state_of("g6") is GroupState.BUFFERED
 
 
+def test_tasks_of_groups_in_work_are_asked_for_first_and_need_no_room() -> None:
+    """A result that has come waits for nothing else, and nothing else may end before it does."""
+    leases = tuple(a_restored_lease(index) for index in (40, 41, 43))
+    restored = a_restored_run(next_index=50, open_indexes=tuple(range(6, 50)), leases=leases)
+    scene = Scene(restored, tasks_ahead=1, groups_per_step=1)
+    asked = [sent(scene.learner_joins(incarnation=1), TasksWanted)]
+    asked += [sent(scene.submits(), TasksWanted) for _ in range(2)]
+    assert [(m.start, m.count) for found in asked for m in found] == [(40, 2), (43, 1), (6, 1)]
+    assert not scene.state.book.awaiting
+    assert not sent(scene.submits(), TasksWanted), "the queue is full"
+
+
 def test_a_lease_that_its_worker_does_not_know_any_more_is_granted_to_another() -> None:
     scene = a_restart_in_sampling()
     assert comes_back(scene).alive == ()
