@@ -301,9 +301,7 @@ class Groups:
 
 class NullWorker(Peer):
     def __init__(self, fleet: Fleet, name: str, keys: KeyPair | None) -> None:
-        super().__init__(
-            fleet.reactor, fleet.spec.address, name=name, role=Role.WORKER, keys=keys
-        )
+        super().__init__(fleet.reactor, fleet.spec.address, name=name, role=Role.WORKER, keys=keys)
         self.fleet = fleet
         self.leases: dict[str, None] = {}
         self.is_welcome = False
@@ -502,9 +500,7 @@ class NullLearner(Peer):
     """Takes every batch and completes it at once; publishes and keeps checkpoints as set."""
 
     def __init__(self, reactor: Reactor, spec: LearnerSpec) -> None:
-        super().__init__(
-            reactor, spec.address, name="learner", role=Role.LEARNER, keys=spec.keys
-        )
+        super().__init__(reactor, spec.address, name="learner", role=Role.LEARNER, keys=spec.keys)
         self.spec = spec
         self.incarnation = self.step = self.sequence = 0
         self.num_groups = 0
@@ -552,9 +548,7 @@ class NullLearner(Peer):
     def go_on(self) -> None:
         every = self.spec.checkpoint_every
         if self.step and self.step % every == 0:
-            saved = CheckpointSaved(
-                incarnation=self.incarnation, step=self.step, kept=(self.step,)
-            )
+            saved = CheckpointSaved(incarnation=self.incarnation, step=self.step, kept=(self.step,))
             self.send(self.control, wire.encode(saved))
         if self.published < 0 or self.step - self.published >= self.spec.publish_every:
             self.published = self.step

@@ -335,7 +335,9 @@ class LoadRun:
     def log_tail(self) -> str:
         return (self.folder / "coordinator.log").read_text(errors="replace")[-3000:]
 
-    def until(self, is_true: Callable[[], object], what: str, *, timeout_s: float = READY_S) -> None:
+    def until(
+        self, is_true: Callable[[], object], what: str, *, timeout_s: float = READY_S
+    ) -> None:
         deadline = time.monotonic() + timeout_s
         while not is_true():
             self.check()

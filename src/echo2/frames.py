@@ -64,7 +64,7 @@ def _agrees(result: GroupResult, is_sampled: npt.NDArray[np.bool_]) -> bool:
     for header in result.trajectories:
         named = 0
         for span in header.spans:
-            named += count(is_sampled[start + span.start : start + span.end])
+            named += int(count(is_sampled[start + span.start : start + span.end]))
         if named != header.num_sampled:
             return False
         num_named += named

@@ -23,7 +23,7 @@ from echo2.core.history import TrainedHistory
 from echo2.core.lineage import Lineage
 from echo2.core.membership import Members, Worker
 from echo2.core.records import Record
-from echo2.core.relay_parts import announcement, planned_fields
+from echo2.core.relay_parts import RelayPart, announcement, planned_fields
 from echo2.core.relay_standing import FIRST_PROBE_PATIENCE_S
 from echo2.core.relays import Relays
 from echo2.core.restored import Restored, RestoredGroup, RestoredLease
@@ -38,7 +38,7 @@ from echo2.messages import (
 )
 from echo2.types import GroupId, GroupMismatch, LeaseId, PeerId, Task, Version
 
-RECENT_LEASES_MAX = 65_536
+RECENT_LEASES_MAX = 16_384
 PAST_HELLOS_MAX = 256
 
 
@@ -402,6 +402,7 @@ class RunState:
             if waited_s < FIRST_PROBE_PATIENCE_S and not self.relays.plan_verdict(self.now):
                 return
             self._plan(version, peers)
+        told: tuple[RelayPart, Way] | None = None
         for peer in peers:
             worker = self.members.get(peer)
             part = self.relays.part(version, peer, self.now)
@@ -411,9 +412,11 @@ class RunState:
                 worker.announced, worker.announced_at = version, self.now
             if part.stripes or part.serves:
                 self.tell_relays(peer)
-            self.send(
-                peer, announcement(self.announcements[version], part, self._way(version, peer))
-            )
+            way = self._way(version, peer)
+            if told != (part, way):  # without a plan all are told the same
+                told = part, way
+                message = announcement(self.announcements[version], part, way)
+            self.send(peer, message)
 
     def _plan(self, version: Version, peers: list[PeerId]) -> None:
         ways = {peer: self._way(version, peer) for peer in peers}

@@ -98,6 +98,7 @@ class Database:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._is_stale = False
+        """A transaction failed: what is known must be read again."""
         try:
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._prepare()

@@ -19,6 +19,7 @@ import os
 import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,8 @@ BATCH_MAX: Final = 1024
 """Most records in one commit."""
 END_S: Final = 30.0
 """For the disk to take what was appended, at the end."""
+GATHER_S: Final = 0.002
+"""A commit costs the processor as much as several groups: it waits so long for more of them."""
 SETTLE_EACH: Final = 512
 """Ends of groups after which what is settled is let go."""
 
@@ -175,18 +178,21 @@ class DurableLedger:
             self._on_persisted(record_id)
 
     def _next_batch(self) -> list[tuple[int, Record] | _Observed]:
-        """All that waits, at least one; empty at the end."""
+        """All that waits, at least one, and what comes within GATHER_S; empty at the end."""
+        entry = self._queue.get()
+        if entry is not None:
+            time.sleep(GATHER_S)
         batch: list[tuple[int, Record] | _Observed] = []
-        while len(batch) < BATCH_MAX:
-            try:
-                entry = self._queue.get(block=not batch)
-            except queue.Empty:
-                break
-            if entry is None:
-                if batch:
-                    self._queue.put(None)  # the end comes after this batch
-                break
+        while entry is not None:
             batch.append(entry)
+            if len(batch) == BATCH_MAX:
+                return batch
+            try:
+                entry = self._queue.get_nowait()
+            except queue.Empty:
+                return batch
+        if batch:
+            self._queue.put(None)  # the end comes after this batch
         return batch
 
     def _commit(self, batch: list[tuple[int, Record] | _Observed]) -> None:

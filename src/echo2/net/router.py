@@ -137,6 +137,7 @@ class Router:
         self._peers: dict[PeerId, _Peer] = {}
         self._queued: dict[PeerId, None] = {}  # who has a queue, in the order of service
         self._twins: set[PeerId] = set()
+        self._last: tuple[Message, list[bytes]] | None = None
         self._allow_list: KeyList | None = None
         self._generation = 0
         self._tasks = OwnedTasks(f"router.{lane}")
@@ -205,13 +206,19 @@ class Router:
         if state is None:
             self.counters["unknown_peer"] += 1
             return False
-        if not state.queue.add(wire.encode(message), urgent=urgent):
+        if not state.queue.add(self._encoded(message), urgent=urgent):
             self.counters["no_credit"] += 1
             return False
         self._queued[peer] = None
         if self._wakeups is not None:
             self._wakeups.set()
         return True
+
+    def _encoded(self, message: Message) -> list[bytes]:
+        """The same message is often for many peers, one after the other."""
+        if self._last is None or self._last[0] is not message:
+            self._last = message, wire.encode(message)
+        return self._last[1]
 
     def credit(self, peer: PeerId) -> int:
         """Bytes that may be queued for `peer` now; 0 if it is not known."""

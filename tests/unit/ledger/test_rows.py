@@ -65,9 +65,14 @@ def test_only_rows_that_will_be_changed_again_are_kept(tmp_path: Path) -> None:
 def test_a_transaction_that_fails_leaves_nothing_to_the_next(tmp_path: Path) -> None:
     database = Database(tmp_path / "ledger.sqlite")
     place = Place(1, 0, 10, b"d" * 32)
-    with pytest.raises(RuntimeError), database.transaction():
-        database.store(group_of(4), "l4", "w-1", place)
-        raise RuntimeError("in the middle")
+
+    def fails() -> None:
+        with database.transaction():
+            database.store(group_of(4), "l4", "w-1", place)
+            raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError):
+        fails()
     with database.transaction():
         database.store(group_of(1), "l1", "w-1", place)
     assert [group.id for group in database.stored()] == ["g1"]
