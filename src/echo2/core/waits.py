@@ -72,8 +72,8 @@ def _of_the_learner(state: RunState, dispatch_reason: str) -> Iterator[Wait]:
         text = "the run waits for a learner"
         if seat.peer is not None:
             text = f"learner {seat.peer} is silent"
-        deadline = since + settings.learner_timeout_s
-        yield Wait("learner", "coordinator", text, since, deadline, "the run ends with code 1")
+        ends_at = since + settings.learner_timeout_s
+        yield Wait("learner", "coordinator", text, since, ends_at, "the run ends with code 1")
     elif seat.wanted_step is not None:
         deadline, then = _batch_ends(state)
         text = waiting_text(state, dispatch_reason, ages=False)
@@ -83,9 +83,8 @@ def _of_the_learner(state: RunState, dispatch_reason: str) -> Iterator[Wait]:
         text = f"the coordinator waits for {asked.count} tasks from g{asked.start} on"
         asked_at, since = state.stream.asked_at, state.stream.waits_since
         since = asked_at if since is None else since
-        deadline = asked_at + TASKS_PATIENCE_S
-        then = "they are asked for again"
-        yield Wait("tasks", f"learner {seat.peer}", text, since, deadline, then)
+        again_at, then = asked_at + TASKS_PATIENCE_S, "they are asked for again"
+        yield Wait("tasks", f"learner {seat.peer}", text, since, again_at, then)
 
 
 def _batch_ends(state: RunState) -> tuple[float | None, str]:
