@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar, cast
 
 import structlog
 
@@ -422,20 +422,22 @@ async def _in_daemon_thread(work: Callable[[], T]) -> T:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
-    def settle(set_it: Callable[[Any], None], value: Any) -> None:
-        if not future.done():
-            set_it(value)
+    def settle(made: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast(T, made))
 
     def run() -> None:
-        told: tuple[Callable[[Any], None], Any]
+        made, error = None, None
         try:
             made = work()
-        except BaseException as error:  # raised again where it is waited for
-            told = (future.set_exception, error)
-        else:
-            told = (future.set_result, made)
+        except BaseException as raised:  # raised again where it is waited for
+            error = raised
         with contextlib.suppress(RuntimeError):  # nobody waits: the loop is closed
-            loop.call_soon_threadsafe(settle, *told)
+            loop.call_soon_threadsafe(settle, made, error)
 
     threading.Thread(target=run, name="tasks", daemon=True).start()
     return await future

@@ -269,7 +269,8 @@ class RelayReport(Message):
 @message(_C, "worker", "coordinator")
 class VersionInstalled(Message):
     """The version serves from now on. `canary_diff`: mean |logprob difference| on the
-    probe; null when there was no probe. Leases follow only after this."""
+    probe; null when there was no probe. Leases follow only after this. `past`: it served before
+    the connection was lost, and this may not have arrived; for the record alone."""
 
     version: Version
     manifest_digest: Digest
@@ -277,6 +278,7 @@ class VersionInstalled(Message):
     install_s: Seconds
     pause_s: Seconds
     canary_diff: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] | None = None
+    past: bool = False
 
 
 @message(_C, "worker", "coordinator")

@@ -119,6 +119,13 @@ class Commands:
         self.started.append(process)
         return process
 
+    def start_pair(self) -> tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]:
+        """A coordinator, then an origin and a learner."""
+        coordinator = self.start("coordinator")
+        self.until((self.run_dir / "coordinator.json").exists, "a coordinator")
+        self.start("origin")
+        return coordinator, self.start("learner", "--no-origin")
+
     def said(self, command: str) -> str:
         return (self.folder / f"{command}.out").read_text(errors="replace")
 
@@ -153,9 +160,7 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
 
 def test_no_worker_within_the_time_out(commands: Commands) -> None:
     commands.configure("Few", no_worker_s=45.0)
-    coordinator = commands.start("coordinator")
-    commands.until((commands.run_dir / "coordinator.json").exists, "a coordinator")
-    learner = commands.start("learner")
+    coordinator, learner = commands.start_pair()
     commands.until(lambda: commands.events("version_published"), "a version")
     status = [*ECHO2, "status", "--run-dir", str(commands.run_dir)]
     commands.until(
@@ -180,9 +185,7 @@ def test_no_worker_within_the_time_out(commands: Commands) -> None:
 
 def test_a_learner_that_is_gone(commands: Commands) -> None:
     commands.configure("Few", learner_s=40.0)
-    coordinator = commands.start("coordinator")
-    commands.until((commands.run_dir / "coordinator.json").exists, "a coordinator")
-    learner = commands.start("learner")
+    coordinator, learner = commands.start_pair()
     commands.until(lambda: commands.events("learner_joined"), "a learner")
     learner.kill()
     assert coordinator.wait(TIMEOUT_S) == 1, commands.said("coordinator")
@@ -220,9 +223,7 @@ def test_tasks_that_are_used_up(commands: Commands) -> None:
 
 def test_tasks_that_never_come(commands: Commands) -> None:
     commands.configure("Stuck")
-    coordinator = commands.start("coordinator")
-    commands.until((commands.run_dir / "coordinator.json").exists, "a coordinator")
-    learner = commands.start("learner")
+    coordinator, learner = commands.start_pair()
     assert learner.wait(TIMEOUT_S) == 1, commands.said("learner")
     assert "the environment made no task for 10 s (environment.rollout_timeout_s)" in commands.said(
         "learner"

@@ -79,20 +79,19 @@ def _of_the_learner(state: RunState, dispatch_reason: str) -> Iterator[Wait]:
         text = "the run waits for a learner"
         if seat.peer is not None:
             text = f"learner {seat.peer} is silent"
-        deadline = since + settings.learner_timeout_s
-        yield Wait("learner", "coordinator", text, since, deadline, "the run ends with code 1")
+        ends_at = since + settings.learner_timeout_s
+        yield Wait("learner", "coordinator", text, since, ends_at, "the run ends with code 1")
     elif seat.wanted_step is not None:
-        ends_at, then = _batch_ends(state)
         text = waiting_text(state, dispatch_reason, ages=False)
-        yield Wait("batch", "coordinator", text, seat.wanted_at, ends_at, then)
+        yield Wait("batch", "coordinator", text, seat.wanted_at, *_batch_ends(state))
     asked = state.stream.outstanding
     if asked is not None and seat.peer is not None:
         text = f"the coordinator waits for {asked.count} tasks from g{asked.start} on"
-        asked_at, began_at = state.stream.asked_at, state.stream.waits_since
-        since = asked_at if began_at is None else began_at
+        asked_at, first_at = state.stream.asked_at, state.stream.waits_since
+        since = asked_at if first_at is None else first_at
         again_at = asked_at + TASKS_PATIENCE_S
-        then = "they are asked for again"
-        yield Wait("tasks", f"learner {seat.peer}", text, since, again_at, then)
+        owner = f"learner {seat.peer}"
+        yield Wait("tasks", owner, text, since, again_at, "they are asked for again")
 
 
 def _batch_ends(state: RunState) -> tuple[float | None, str]:

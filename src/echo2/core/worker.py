@@ -162,7 +162,10 @@ class WorkerState:
         self.session.welcome(welcome, now)
         if self.phase is WorkerPhase.JOINING:
             self._move(WorkerPhase.SYNCING)
-        effects = self.leases.welcome(welcome.alive)
+        effects: list[Effect] = [
+            Send(report) for report in self.versions.tell_again(self.session.next_sequence)
+        ]
+        effects += self.leases.welcome(welcome.alive)
         if self.phase is WorkerPhase.DRAINING:
             effects.append(Send(messages.Draining(reason=clipped(self.leases.leaving))))
         fields = {"run_id": welcome.run_id, "held": len(self.leases.live), "state": str(self.phase)}
@@ -176,8 +179,9 @@ class WorkerState:
         log = Log("warning", "message_refused", fields)
         return [log, *self._hello(now)] if self.session.refused(refused, now) else [log]
 
-    def _heartbeat_echo(self, _: messages.HeartbeatEcho, now: float) -> list[Effect]:
+    def _heartbeat_echo(self, echo: messages.HeartbeatEcho, now: float) -> list[Effect]:
         self.session.echoed(now)
+        self.versions.heard(echo.sequence)
         return []
 
     def _tick(self, tick: events.Tick, now: float) -> list[Effect]:
@@ -409,9 +413,9 @@ class WorkerState:
             return []
         effects: list[Effect] = []
         if self.session.welcomed:
-            if self.versions.report is not None:
-                effects.append(Send(self.versions.report))
-                self.versions.report = None
+            report = self.versions.sent(self.session.next_sequence)
+            if report is not None:
+                effects.append(Send(report))
             resend_s = max(10.0, 2 * self.session.silence_max_s)
             effects += self.leases.outbox.flush(now, resend_s=resend_s)
         if self.phase is WorkerPhase.DRAINING:

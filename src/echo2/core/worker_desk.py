@@ -208,6 +208,8 @@ class WorkerDesk:
         state = self.state
         worker = self._member(peer)
         digest = state.lineage.published.get(message.version)
+        if digest is None and message.past:
+            return  # it was so long ago that nothing of it can be trained any more
         if digest is None:
             raise RemoteProtocolError(
                 f"{peer} installed version {message.version}, which was never published",
@@ -219,6 +221,9 @@ class WorkerDesk:
                 f"which is {digest[:16]}",
                 reason="wrong_digest",
             )
+        if message.past:
+            self._tell_installed(peer, message)
+            return
         first = worker.installed is None
         worker.installed = message.version
         worker.install_s.add(message.install_s)
@@ -229,7 +234,13 @@ class WorkerDesk:
         if not first and announced_at is not None:
             state.bcast_s.add(state.now - announced_at)
         self._give_back_other_evals(worker)
-        state.emit(
+        self._tell_installed(peer, message)
+        if first:
+            state.emit("worker_ready", worker=peer)
+        self.relays.installed(peer, message)
+
+    def _tell_installed(self, peer: PeerId, message: VersionInstalled) -> None:
+        self.state.emit(
             "version_installed",
             worker=peer,
             incarnation=message.version.incarnation,
@@ -240,9 +251,6 @@ class WorkerDesk:
             pause_s=message.pause_s,
             canary_diff=message.canary_diff,
         )
-        if first:
-            state.emit("worker_ready", worker=peer)
-        self.relays.installed(peer, message)
 
     def install_failed(self, peer: PeerId, message: InstallFailed) -> None:
         state = self.state

@@ -9,6 +9,7 @@ from core_builders import (
     LEARNER,
     Scene,
     a_digest,
+    a_granted_batch,
     a_header,
     a_restored_run,
     a_running_scene,
@@ -133,6 +134,18 @@ def test_a_worker_that_comes_back_without_its_version_loses_all_leases() -> None
     assert scene.leases() == []
     assert sent(effects, VersionAnnounced)[0].version == V0
     assert scene.state.members.get("w-1").state_name == "syncing"
+
+
+def test_an_install_of_the_past_is_recorded_and_changes_nothing() -> None:
+    scene = a_granted_batch()
+    scene.completes()
+    scene.publishes(1)
+    scene.worker_joins("w-1", installed=a_version(1))
+    effects = scene.installs("w-1", V0, past=True)
+    (installed,) = emitted(effects, "version_installed")
+    assert (installed["worker"], installed["step"]) == ("w-1", 0)
+    assert scene.state.members.get("w-1").installed == a_version(1)
+    assert not scene.installs("w-1", a_version(9), past=True), "nothing is known of it any more"
 
 
 def test_a_version_that_was_never_published_is_not_counted_as_installed() -> None:
