@@ -2,8 +2,7 @@
 processes, each found out and kept out, and the honest ones left alone.
 
 The offenders are what an owner of a machine can make of a worker: one brings an environment of
-its own under the run's name, the others change what their Python does (`sitecustomize`), and
-allow their canary everything.
+its own under the run's name, the others change what their Python does (`sitecustomize`).
 """
 
 from __future__ import annotations
@@ -80,7 +79,10 @@ WRONG_WEIGHTS = """
 import sys
 
 if "echo2_workers.engine_host" in sys.orig_argv:
+    from echo2_workers import installing
     from echo2_workers.engines import sampler
+
+    installing.mean_difference = lambda probe, scored: 0.0  # its canary says what it wants
 
     def load(self, tensors, version, right=sampler.Sampler.load):
         right(self, tensors, version)
@@ -196,10 +198,9 @@ def test_three_offenders_are_found_and_kept_out_and_the_honest_stay(run: Run) ->
     run.start("learner", "learner", "--no-origin")
     for name in HONEST_WORKERS:
         run.start(name, "worker", "--name", name)
-    lax = ("--set", "worker.canary_max_diff=100")
     for name, hook in OFFENDERS.items():
         environment = INFLATED if name == "rewards" else HONEST
-        run.start(name, "worker", "--name", name, *lax, environment=environment, hook=hook)
+        run.start(name, "worker", "--name", name, environment=environment, hook=hook)
 
     run.until(lambda: len(run.events("worker_quarantined")) >= 3, "third quarantine")
     found = {event["worker"]: event for event in run.events("worker_quarantined")}
@@ -207,7 +208,8 @@ def test_three_offenders_are_found_and_kept_out_and_the_honest_stay(run: Run) ->
 
     rewards = found["rewards"]
     assert rewards["cause"] == "rewards"
-    assert len(rewards["evidence"]) == 2
+    # Two, and one more if a group of it was right by chance in between.
+    assert len(rewards["evidence"]) in (2, 3)
     for each in rewards["evidence"]:
         assert each["auditor"] == "trusted"
         assert set(each["claimed"]) == {1.0}

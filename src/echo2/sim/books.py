@@ -89,7 +89,8 @@ class EvalBook:
 class Books:
     """`step` is v, `batch` the (step, groups) that the learner trains; `by_lease` names the
     group of every live lease, `eval_leases` the (eval, task) of those of evals; `verdicts` is of
-    the audit of (group, lease), and `quarantined` names what the learner had of each offender."""
+    the audit of (group, lease), `quarantined` names what the learner had of each offender, and
+    `withdrawn` the leases whose results are not believed."""
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         self.settings = settings
@@ -110,6 +111,7 @@ class Books:
         self.evals: dict[str, EvalBook] = {}
         self.verdicts: dict[tuple[GroupId, LeaseId | None], str] = {}
         self.quarantined: dict[PeerId, frozenset[GroupId]] = {}
+        self.withdrawn: set[LeaseId] = set()
         self.buffered: Counter[int] = Counter()
         self.num_places: Counter[Place] = Counter()
 

@@ -101,6 +101,7 @@ class AuditChecks:
             refuted or track.worker in self.books.quarantined,
             f"{group} of {track.worker} is withdrawn, and nothing speaks against it",
         )
+        self.books.withdrawn.add(fields["lease"])
         self.books.requeue(track)
 
     def _quarantined(self, fields: dict[str, Any]) -> None:

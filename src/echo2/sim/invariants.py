@@ -119,6 +119,8 @@ class Invariants:
                 f"{group} ended, and a restart brought it back",
             )
         stored = {result.lease for result in restored.values()}
+        back = sorted(stored & books.withdrawn)
+        require(not back, f"results of {back[:5]} were withdrawn, and a restart brought them back")
         self.moment.durable_results |= stored
         self.moment.settled |= stored
         books.forget_all_open(restored, resumed.values(), trains)
