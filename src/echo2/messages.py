@@ -263,7 +263,7 @@ class RelayReport(Message):
     manifest_digest: Digest
     num_chunks: Count
     num_missing: Count
-    links: Annotated[tuple[LinkReport, ...], Field(max_length=RELAY_PEERS_MAX)]
+    links: Annotated[tuple[LinkReport, ...], Field(max_length=RELAY_PEERS_MAX), FailFast()]
 
 
 @message(_C, "worker", "coordinator")

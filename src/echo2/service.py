@@ -454,7 +454,7 @@ class Coordinator:
         except RemoteProtocolError as error:
             assert isinstance(event, Received)
             self.refused[error.reason] += 1
-            log.warning("message_refused", peer=event.peer, reason=error.reason, text=str(error))
+            self._sockets.refused_by_core(event.peer, event.message, error)
             refusal = Refused(reason=error.reason, text=str(error)[:2048], fatal=False)
             self._carry_out([Send(event.peer, refusal)])
             return
@@ -466,8 +466,11 @@ class Coordinator:
             self._goodbye.set()
         if isinstance(message, VersionPublished):
             self._vocab_size = message.vocab_size
-        if isinstance(message, GroupResult) and (
-            problem := frames_problem(message, vocab_size=self._vocab_size)
+        if (
+            isinstance(message, GroupResult)
+            # The frames of one that nobody waits for may be large, and are not looked at.
+            and self._core.workers.may_deliver(peer, message)
+            and (problem := frames_problem(message, vocab_size=self._vocab_size))
         ):
             self.refused["frames"] += 1
             log.warning("result_refused", peer=peer, lease=message.lease, reason=problem)

@@ -31,6 +31,7 @@ from echo2.core.worker import WorkerState
 from echo2.errors import ConfigError, Echo2Error, EngineError, RemoteProtocolError
 from echo2.logs import setup_logging
 from echo2.messages import Message
+from echo2.net.descriptors import raise_descriptor_limit
 from echo2.net.sockets import close_context, make_context
 from echo2.net.tasks import Backoff, LoopLag, OwnedTasks
 from echo2_workers.audits import Audits
@@ -74,6 +75,7 @@ def main(config_path: Path | str, run_dir: Path | None, name: str, overrides: Se
 def serve(config: Config, run_dir: Path, identity: Identity, import_paths: Sequence[Path]) -> int:
     """What `main` does once it is known who this worker is. Releases `identity`."""
     add_import_paths(*import_paths)
+    raise_descriptor_limit()
     try:
         return uvloop.run(_run(config, run_dir.absolute(), identity, import_paths))
     finally:

@@ -6,6 +6,8 @@ before anything changes; then it changes the state and leaves effects.
 
 from __future__ import annotations
 
+from itertools import islice
+
 from echo2.core.admission import settle
 from echo2.core.audits import Quarantine
 from echo2.core.group import Group, GroupState, StoredResult
@@ -34,6 +36,9 @@ from echo2.types import PeerId
 
 REST_S = 1.0
 """A worker that could not work on a lease gets no other one for so long."""
+REVOKED_PER_HEARTBEAT_MAX = 64
+"""Leases of one heartbeat that the worker is told are given up; the next heartbeat tells of
+more. Else one message of a few kilobytes would be answered with thousands."""
 
 
 def quarantined_text(peer: PeerId, quarantine: Quarantine) -> str:
@@ -197,9 +202,9 @@ class WorkerDesk:
             tokens = message.lease_tokens.get(eval_lease.id, 0)
             if tokens > eval_lease.tokens:
                 eval_lease.tokens, eval_lease.progressed_at = tokens, self.state.now
-        for lease_id in message.lease_tokens:
-            if not self.state.is_live(lease_id):
-                self.state.send(peer, LeaseRevoked(lease=lease_id, reason="it was given up here"))
+        dead = (lease for lease in message.lease_tokens if not self.state.is_live(lease))
+        for lease_id in islice(dead, REVOKED_PER_HEARTBEAT_MAX):
+            self.state.send(peer, LeaseRevoked(lease=lease_id, reason="it was given up here"))
         self.state.send(peer, HeartbeatEcho(sequence=message.sequence))
 
     # -------------------------------------------------------------------- installs
@@ -280,6 +285,14 @@ class WorkerDesk:
                 state.lose_eval_lease(lease, text, tell=True)
 
     # --------------------------------------------------------------------- results
+
+    def may_deliver(self, peer: PeerId, message: GroupResult) -> bool:
+        """Was this peer given the lease? Of any other result nothing is kept."""
+        if self.state.evals.of_lease(message.lease) is not None:
+            return True
+        group = self.state.book.groups.get(message.group)
+        lease = group.known_leases.get(message.lease) if group is not None else None
+        return lease is not None and lease.worker == peer
 
     def result(self, peer: PeerId, message: GroupResult) -> None:
         state = self.state

@@ -74,6 +74,7 @@ EVENTS: Final[Mapping[str, Mapping[str, Kind]]] = {
         "address": TEXT,
         "num_since": COUNT,
     },
+    "message_refused": {"peer": TEXT, "reason": TEXT, "text": TEXT, "num_since": COUNT},
     "worker_joined": {"worker": TEXT, "engine": TEXT, "precision": TEXT, "slots": COUNT},
     "worker_ready": {"worker": TEXT},
     "worker_suspect": {"worker": TEXT},

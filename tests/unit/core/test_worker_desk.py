@@ -19,7 +19,9 @@ from core_builders import (
 )
 
 from echo2.core.group import GroupState
+from echo2.core.worker_desk import REVOKED_PER_HEARTBEAT_MAX
 from echo2.messages import (
+    LEASES_PER_PEER_MAX,
     Draining,
     Goodbye,
     GroupAcknowledged,
@@ -276,6 +278,18 @@ def test_a_worker_that_works_on_a_dead_lease_is_told_again() -> None:
     assert [(m.lease, m.reason) for m in sent(effects, LeaseRevoked)] == [
         ("l.77", "it was given up here")
     ]
+
+
+def test_one_heartbeat_of_thousands_of_dead_leases_is_answered_with_a_bounded_number() -> None:
+    scene = a_running_scene(slots=1)
+    dead = {f"l_{number}": 1 for number in range(1000, 1000 + LEASES_PER_PEER_MAX)}
+    effects = scene.beats("w-1", **dead)
+    assert len(sent(effects, LeaseRevoked)) == REVOKED_PER_HEARTBEAT_MAX
+    assert len(sent(effects, HeartbeatEcho)) == 1
+    rest = dict(list(dead.items())[REVOKED_PER_HEARTBEAT_MAX:])
+    assert sent(scene.beats("w-1", **rest), LeaseRevoked)[0].lease not in {
+        message.lease for message in sent(effects, LeaseRevoked)
+    }, "the next heartbeat tells of more"
 
 
 # ----------------------------------------------------------------------------- installs
