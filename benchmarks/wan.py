@@ -6,6 +6,7 @@
         wan.set_uplink("w1", 10)
         wan.cut("w1")           # packets to and from it vanish, silently, until
         wan.mend("w1")
+        wan.cut("w1", "out")    # only what it sends, or with "in" what is sent to it
 
 Each host has one device, eth0, and an address in a network of its own; nothing of the machine's
 is seen inside, and nothing inside is seen by the machine. Without delay and loss the hosts are
@@ -34,13 +35,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fcntl import ioctl
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from wan_netns import Namespace, WanError, end_inside, end_stale, mark
 
@@ -53,6 +54,8 @@ QUEUE: Final = "100ms"
 """What would wait for longer in front of a link is dropped, as in the router."""
 TX_QUEUE_PACKETS: Final = 1000
 ROUTER_ANSWER_S: Final = 10.0
+
+Way = Literal["both", "in", "out"]
 
 TUNSETIFF: Final = 0x400454CA
 TUNSETOFFLOAD: Final = 0x400454D0
@@ -105,6 +108,7 @@ class Wan:
         self._switch: Namespace | None = None
         self._router: subprocess.Popen[str] | None = None
         self._processes: list[subprocess.Popen[Any]] = []
+        self._one_way: set[str] = set()
         self._sigterm: Callable[[int, FrameType | None], Any] | int | None = None
 
     def __enter__(self) -> Wan:
@@ -164,13 +168,18 @@ class Wan:
         _check_rate(f"the uplink of {host}", mbit)
         self._space(host).run(*f"tc qdisc change dev eth0 {_tbf(mbit)}".split())
 
-    def cut(self, host: str) -> None:
-        """Packets to and from the host are lost from now on; no end is told."""
-        self._connect(host, connect=False)
+    def cut(self, host: str, way: Way = "both") -> None:
+        """Packets to and from the host are lost from now on, or those one way; no end is told."""
+        if way == "both":
+            self._connect(host, connect=False)
+        else:
+            self._misdirect(host, way)
 
     def mend(self, host: str) -> None:
-        """Undo `cut`."""
+        """Undo `cut`, whichever way it was."""
         self._connect(host, connect=True)
+        if host in self._one_way:
+            self._misdirect(host, None)
 
     # -------------------------------------------------------------------- set-up
 
@@ -237,6 +246,25 @@ class Wan:
             self._switch.run(*f"ip link set p{number} {way}".split())
         else:
             self._ask_router(f"{'mend' if connect else 'cut'} {host}")
+
+    def _misdirect(self, host: str, way: Way | None) -> None:
+        """Frames go to an address that no device has. None: to the right one again."""
+        if self._switch is None:
+            raise WanError("a cut one way needs hosts whose links have neither delay nor loss")
+        own = self._number(host)
+        others = {name: number for name, number in self._index.items() if number != own}
+
+        def neighbours(numbers: Iterable[int], *, lost: bool) -> list[str]:
+            return [
+                f"neigh replace {NETWORK}.{number} lladdr {_mac(0 if lost else number)} dev eth0 "
+                "nud permanent"
+                for number in numbers
+            ]
+
+        _batch(self._space(host), "ip", neighbours(others.values(), lost=way == "out"))
+        for name in others:
+            _batch(self._space(name), "ip", neighbours([own], lost=way == "in"))
+        (self._one_way.discard if way is None else self._one_way.add)(host)
 
     def _ask_router(self, line: str) -> None:
         router = self._router

@@ -8,12 +8,15 @@ that sampled, as published, and compares. What is left is the engine's numerics,
 In a trajectory that several versions sampled, only the tokens before the first change count:
 afterwards an engine may go on with a key-value cache of the old weights, which no single
 version reproduces.
+
+Every worker gets its turn: one trajectory of each after the other, beginning with those of which
+the fewest tokens were compared so far, so that none is left out however long its rollouts are.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Final
@@ -23,7 +26,7 @@ import numpy.typing as npt
 import torch
 
 from echo2.config import LearnerTable
-from echo2.types import Version
+from echo2.types import GroupId, GroupMismatch, Version
 from echo2_learner.batch import NO_VERSION, TrainingBatch, Trajectory
 from echo2_learner.micro_batch import padded
 from echo2_learner.packing import padded_runs
@@ -37,11 +40,12 @@ REPORTED_TOKENS_MIN: Final = 1000
 @dataclass(frozen=True, slots=True)
 class CheckResult:
     """`diff_mean` is mean |logprob learner - logprob worker| over `tokens` tokens, null
-    while there are too few; `by_worker` holds the means of this check alone."""
+    while there are too few; `by_worker` and `by_group` hold the means of this check alone."""
 
     diff_mean: float | None = None
     tokens: int = 0
     by_worker: dict[str, float] = field(default_factory=dict)
+    by_group: tuple[GroupMismatch, ...] = ()
 
 
 class LogprobCheck:
@@ -61,6 +65,7 @@ class LogprobCheck:
         self._temperature = temperature
         self._sum = 0.0
         self._tokens = 0
+        self._compared: Counter[str] = Counter()
 
     def is_due(self, step: int) -> bool:
         """Every `logprob_check_every_steps` steps, and until a mean has enough tokens."""
@@ -71,7 +76,7 @@ class LogprobCheck:
 
         Tokens of versions that are no longer kept are left out.
         """
-        worker_sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        sums: dict[tuple[str, str], tuple[float, int]] = {}
         for version, rows in self._chosen(batch).items():
             self._versions.load(version, self._scratch)
             rows.sort(key=lambda row: row[0].length)
@@ -79,15 +84,19 @@ class LogprobCheck:
             for some in padded_runs(lengths, tokens_max=self._table.micro_batch_tokens):
                 chosen = rows[some.start : some.stop]
                 for (trajectory, mask), diffs in zip(chosen, self._diffs(chosen), strict=True):
-                    sums = worker_sums[trajectory.worker]
-                    sums[0] += float(diffs[mask].sum())
-                    sums[1] += int(mask.sum())
-        self._sum += sum(total for total, _ in worker_sums.values())
-        self._tokens += int(sum(count for _, count in worker_sums.values()))
-        by_worker = {worker: total / count for worker, (total, count) in worker_sums.items()}
+                    place = trajectory.worker, trajectory.group
+                    total, tokens = sums.get(place, (0.0, 0))
+                    sums[place] = total + float(diffs[mask].sum()), tokens + int(mask.sum())
+        self._sum += sum(total for total, _ in sums.values())
+        self._tokens += sum(tokens for _, tokens in sums.values())
+        by_worker = _by_worker(sums)
+        by_group = tuple(
+            GroupMismatch(GroupId(group), tokens, total / tokens)
+            for (_, group), (total, tokens) in sums.items()
+        )
         if self._tokens < REPORTED_TOKENS_MIN:
-            return CheckResult(by_worker=by_worker)
-        result = CheckResult(self._sum / self._tokens, self._tokens, by_worker)
+            return CheckResult(by_worker=by_worker, by_group=by_group)
+        result = CheckResult(self._sum / self._tokens, self._tokens, by_worker, by_group)
         self._sum, self._tokens = 0.0, 0
         return result
 
@@ -97,12 +106,13 @@ class LogprobCheck:
         """Trajectories to compare, by version, each with the mask of its tokens."""
         found: dict[Version, list[tuple[Trajectory, npt.NDArray[np.bool_]]]] = defaultdict(list)
         num_tokens = 0
-        for trajectory in _by_turns(batch.groups):
+        for trajectory in _by_turns(batch.groups, self._compared):
             version_index, mask = first_version_tokens(trajectory)
             if version_index == NO_VERSION or batch.versions[version_index] not in self._versions:
                 continue
             found[batch.versions[version_index]].append((trajectory, mask))
             num_tokens += int(mask.sum())
+            self._compared[trajectory.worker] += int(mask.sum())
             if num_tokens >= self._table.logprob_check_tokens:
                 break
         return found
@@ -140,11 +150,25 @@ def first_version_tokens(trajectory: Trajectory) -> tuple[int, npt.NDArray[np.bo
     return int(sampled_by[0]), mask
 
 
-def _by_turns(groups: Sequence[Sequence[Trajectory]]) -> Iterator[Trajectory]:
-    """All trajectories, one group of each worker after the other, so that none is left out."""
-    by_worker: dict[str, list[Sequence[Trajectory]]] = defaultdict(list)
+def _by_worker(sums: Mapping[tuple[str, str], tuple[float, int]]) -> dict[str, float]:
+    """Mean difference of each worker, of sums by (worker, group)."""
+    found: dict[str, tuple[float, int]] = {}
+    for (worker, _), (total, tokens) in sums.items():
+        before, count = found.get(worker, (0.0, 0))
+        found[worker] = before + total, count + tokens
+    return {worker: total / tokens for worker, (total, tokens) in found.items()}
+
+
+def _by_turns(
+    groups: Sequence[Sequence[Trajectory]], compared: Mapping[str, int]
+) -> Iterator[Trajectory]:
+    """One trajectory of each worker after the other, those with the fewest tokens `compared`
+    first."""
+    by_worker: dict[str, list[Trajectory]] = defaultdict(list)
     for group in groups:
-        by_worker[group[0].worker].append(group)
-    for turn in zip_longest(*by_worker.values(), fillvalue=()):
-        for group in turn:
-            yield from group
+        by_worker[group[0].worker].extend(group)
+    order = sorted(by_worker, key=lambda worker: (compared.get(worker, 0), worker))
+    for turn in zip_longest(*(by_worker[worker] for worker in order)):
+        for trajectory in turn:
+            if trajectory is not None:
+                yield trajectory

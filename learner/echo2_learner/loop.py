@@ -10,6 +10,7 @@ no resumed run lacks a line; the line of the last step after the last eval, so i
 
 from __future__ import annotations
 
+import enum
 import time
 
 import structlog
@@ -25,8 +26,17 @@ from echo2_learner.stop import StopRequested, StopSignal
 log = structlog.get_logger(__name__)
 
 
-def train(parts: Parts, session: Session, stop: StopSignal) -> bool:
-    """Train to the last step or the end of the data; False if a signal ended it before.
+class End(enum.Enum):
+    """How training came to its end."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    OUT_OF_TASKS = "out of tasks"
+    """Before the last step: the final weights are those of the steps that were done."""
+
+
+def train(parts: Parts, session: Session, stop: StopSignal) -> End:
+    """Train to the last step or the end of the data, or until a signal comes.
 
     Raises RunEndedError when the coordinator ended (after a checkpoint), and FencedError when
     a newer learner took over (nothing more is written).
@@ -54,10 +64,16 @@ def train(parts: Parts, session: Session, stop: StopSignal) -> bool:
         parts.save_checkpoint(session, loop.step)
     if not loop.finished:
         session.close(f"stopped by {stop.requested}", finished=False)
-        return False
+        return End.STOPPED
     parts.save_final()
-    session.close("all steps are done", finished=True)
-    return True
+    steps = parts.config.learner.steps
+    done = f"{loop.step} of {steps} steps are done"
+    if loop.step < steps and session.tasks_ended:
+        reason = f"the tasks are used up: {done}; give more, or set learner.steps to {loop.step}"
+        session.close(reason, finished=True, missing_steps=steps - loop.step)
+        return End.OUT_OF_TASKS
+    session.close("all steps are done" if loop.step >= steps else done, finished=True)
+    return End.FINISHED
 
 
 class Loop:
@@ -110,7 +126,7 @@ class Loop:
         trained_at = time.perf_counter()
         train_s, wait_s = trained_at - received, received - asked
         with self.stop.patient(parts.config.heartbeat.gone_s):
-            session.complete(step, train_s=train_s, wait_s=wait_s, mismatch=checked.by_worker)
+            session.complete(step, train_s=train_s, wait_s=wait_s, mismatch=checked.by_group)
             parts.count(granted.groups)
             self.step = step + 1
             is_last = granted.last or self.step >= parts.config.learner.steps

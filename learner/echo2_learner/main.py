@@ -9,11 +9,12 @@ from pathlib import Path
 
 import structlog
 
+from echo2.cli import EXIT_OUT_OF_TASKS
 from echo2.config import Config, load_config
 from echo2.errors import FencedError, RunEndedError
 from echo2.learner_session import LearnerSession
 from echo2_learner.follow import follow
-from echo2_learner.loop import train
+from echo2_learner.loop import End, train
 from echo2_learner.parts import Parts, build
 from echo2_learner.rank_parts import build_rank_parts
 from echo2_learner.ranks import RankLostError, Ranks, is_lost, join
@@ -33,7 +34,8 @@ def main(
     overrides: Sequence[str] = (),
 ) -> int:
     """Run a learner to its end, or one rank of it. Returns 0 when the run finished or a signal
-    stopped it (a checkpoint was written), EXIT_RANK_LOST when another rank ended before;
+    stopped it (a checkpoint was written), EXIT_OUT_OF_TASKS when the tasks ended before its last
+    step, EXIT_RANK_LOST when another rank ended before;
     raises FencedError, ConfigError or another Echo2Error."""
     config = load_config(config_path, overrides)
     folder = Path(run_dir) if run_dir is not None else Path(config.run.dir) / config.run.name
@@ -71,7 +73,7 @@ def lead(config: Config, folder: Path, ranks: Ranks, *, resume: bool, again: str
 def run(parts: Parts, session: Session, stop: StopSignal, *, again: str) -> int:
     """Train with `session`, which is closed in any case; `again` is how to resume."""
     try:
-        finished = train(parts, session, stop)
+        end = train(parts, session, stop)
     except StopRequested:
         session.close(f"stopped by {stop.requested} before the first step", finished=False)
         print(f"stopped by {stop.requested} before the first step")
@@ -90,7 +92,13 @@ def run(parts: Parts, session: Session, stop: StopSignal, *, again: str) -> int:
         raise
     finally:
         parts.trackers.close()
-    if finished:
+    if end is End.OUT_OF_TASKS:
+        print(
+            f"ended before step {parts.config.learner.steps} (learner.steps): the tasks are used "
+            f"up; the weights until then are in {parts.run_dir / 'final'}"
+        )
+        return EXIT_OUT_OF_TASKS
+    if end is End.FINISHED:
         print(f"finished; the final weights are in {parts.run_dir / 'final'}")
     else:
         kept = "no checkpoint yet" if parts.saved_step is None else f"step {parts.saved_step}"

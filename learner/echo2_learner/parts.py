@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from echo2.config import Config
 from echo2.core.lineage import Lineage
-from echo2.errors import LearnerError
+from echo2.errors import ConfigError, LearnerError
 from echo2.messages import BatchGroup, LearnerWelcome
 from echo2.types import Version
 from echo2_learner.batch import TrainingBatch, read_batch
@@ -197,6 +197,13 @@ def build(config: Config, run_dir: Path, *, resume: bool, ranks: Ranks = ALONE) 
     environment = load_environment(
         config.environment.name, config.environment.settings, model_folder(config.model.path)
     )
+    if config.audit.share and not getattr(type(environment), "replays", False):
+        raise ConfigError(
+            f"audit.share is {config.audit.share:g}, and the rewards of environment "
+            f"{config.environment.name!r} cannot be recomputed: its class does not say replays = "
+            "True (a rollout is a function of its task and of what the policy says); set it there, "
+            "or audit.share = 0"
+        )
     return Parts(
         **{part.name: getattr(held, part.name) for part in fields(held)},
         environment=environment,

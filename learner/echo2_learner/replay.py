@@ -27,7 +27,7 @@ from echo2.messages import (
     LearnerWelcome,
     VersionPublished,
 )
-from echo2.types import Sampling, Span, Task, TrajectoryHeader, Version
+from echo2.types import GroupMismatch, Sampling, Span, Task, TrajectoryHeader, Version
 from echo2_learner.checkpoint import Checkpoint, read_checkpoint
 from echo2_learner.main import run
 from echo2_learner.parts import Parts, build
@@ -73,7 +73,7 @@ class ReplaySession:
         return Batch(step, saved.loss_from_step, groups, granted, last)
 
     def complete(
-        self, step: int, *, train_s: float, wait_s: float, mismatch: dict[str, float]
+        self, step: int, *, train_s: float, wait_s: float, mismatch: Sequence[GroupMismatch]
     ) -> None:
         print(f"step {step + 1}: replayed in {train_s:.2f} s", flush=True)
 
@@ -97,7 +97,11 @@ class ReplaySession:
     def say(self, text: str) -> None:
         log.debug("learner_state", text=text)
 
-    def close(self, reason: str, *, finished: bool) -> None:
+    @property
+    def tasks_ended(self) -> bool:
+        return False  # it ends with the rollouts that were saved
+
+    def close(self, reason: str, *, finished: bool, missing_steps: int = 0) -> None:
         log.info("replay_ended", reason=reason, finished=finished)
 
     def _replayed(self, group: BatchGroup) -> BatchGroup:

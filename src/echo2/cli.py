@@ -31,6 +31,8 @@ from echo2.net.child import PARENT_VARIABLE, die_with_parent
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_FENCED = 3
+EXIT_OUT_OF_TASKS = 5
+"""Of a learner: 4 is that of a rank that ended since another one had."""
 EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
@@ -256,8 +258,17 @@ def simulate(
         bool,
         typer.Option("--chaos", help="A storm of faults; every promise is checked at every event."),
     ] = False,
-    seed: Annotated[int, typer.Option("--seed", help="The first seed.")] = 0,
-    count: Annotated[int, typer.Option("--count", min=1, help="How many seeds.")] = 1,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", help="The first; default: 0, or any with --minutes."),
+    ] = None,
+    count: Annotated[
+        int | None,
+        typer.Option("--count", min=1, help="How many seeds; default: 1, or any with --minutes."),
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option("--minutes", min=0, help="No seed begins later than this.")
+    ] = None,
     hours: Annotated[
         float | None, typer.Option("--hours", help="Virtual hours in which faults strike.")
     ] = None,
@@ -273,15 +284,22 @@ def simulate(
     """The coordinator's core and ledger on a virtual clock."""
     if not chaos:
         raise typer.BadParameter("give --chaos, the simulation that there is", param_hint="--chaos")
-    from echo2.sim.chaos import HOURS
+    from itertools import count as counted
 
+    from echo2.sim.chaos import HOURS, fresh_seed
+
+    if seed is None:
+        seed = 0 if minutes is None else fresh_seed()
+    if count is None and minutes is None:
+        count = 1
     call_command(
         "simulate",
-        range(seed, seed + count),
+        counted(seed) if count is None else range(seed, seed + count),
         HOURS if hours is None else hours,
         workers,
         without or [],
         jobs=jobs,
+        minutes=minutes,
     )
 
 

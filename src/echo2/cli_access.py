@@ -119,3 +119,14 @@ def revoke_key(
 ) -> None:
     """Let NAME in no more; a running coordinator gives its work to others within a second."""
     call_command("keys", config, run_dir, settings or [], name=name, function="revoke")
+
+
+@keys_app.command("pardon")
+def pardon_key(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The quarantined worker.")],
+    config: OptionalConfigArgument = None,
+    run_dir: RunDirOption = None,
+    settings: SetOption = None,
+) -> None:
+    """Lift the quarantine of NAME; it may say hello again, with nothing held against it."""
+    call_command("keys", config, run_dir, settings or [], name=name, function="pardon")

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from echo2 import config_loading
+from echo2.config_audit import AuditTable
 from echo2.config_loss import LoraTable, LossTable
 from echo2.config_rules import RULES
 from echo2.config_table import (
@@ -362,6 +363,7 @@ class Config(Table):
     environment: EnvironmentTable = EnvironmentTable()
     sampling: SamplingTable = SamplingTable()
     staleness: StalenessTable = StalenessTable()
+    audit: AuditTable = AuditTable()
     dispatch: DispatchTable = DispatchTable()
     heartbeat: HeartbeatTable = HeartbeatTable()
     learner: LearnerTable = LearnerTable()

@@ -81,6 +81,16 @@ def precision_class(quantization: str) -> str:
     return "int8" if "int8" in name or "w8a8" in name else "int4"
 
 
+def precision_of(config: Config) -> str:
+    """The precision class in which this configuration's workers can be compared."""
+    worker = config.worker
+    if worker.engine in ("null", "none"):
+        return "none"
+    if worker.engine == "vllm" and worker.vllm.quantization:
+        return precision_class(worker.vllm.quantization)
+    return config.model.compute_dtype
+
+
 def engine_args_problem(c: Config) -> str | None:
     """The rule over worker.vllm.engine_args."""
     for name in c.worker.vllm.engine_args:

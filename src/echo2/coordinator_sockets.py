@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -27,7 +28,7 @@ from echo2.messages import PROTOCOL, Enrolled, Lane, Message, Role
 from echo2.net.auth import AllowList, Authenticator, KeyPair, load_or_create_key
 from echo2.net.rate_limit import RateLimit
 from echo2.net.router import Router
-from echo2.net.sockets import endpoint_of
+from echo2.net.sockets import LANES, endpoint_of
 from echo2.net.tasks import OwnedTasks
 from echo2.types import PeerId
 
@@ -38,6 +39,13 @@ _FAILED: Final = "handshake_failed"
 _TOLD_BURST: Final = 100
 _TOLD_INTERVAL_S: Final = 1.0
 """Messages that are refused are all counted, and logged as often as this."""
+_RECORDED_BURST: Final = 4
+_RECORDED_INTERVAL_S: Final = 10.0
+"""And so often those of one reason, of all peers together, stand in events.jsonl."""
+_LEARNER_BUDGETS: Final = {
+    lane: replace(LANES[lane].budget, taken=0, per_ms=0) for lane in (Lane.CONTROL, Lane.ROLLOUTS)
+}
+"""A learner has the whole training in its hand: only what is refused is held against it."""
 Listening = TypeVar("Listening")
 
 
@@ -70,7 +78,10 @@ class CoordinatorSockets:
         self._generation = 0
         self._authenticator: Authenticator | None = None
         self._enrolment: Enrolment | None = None
-        self._refusals = RateLimit(_TOLD_BURST, _TOLD_INTERVAL_S)
+        self._logged = RateLimit(_TOLD_BURST, _TOLD_INTERVAL_S)
+        self._recorded: defaultdict[str, RateLimit] = defaultdict(
+            lambda: RateLimit(_RECORDED_BURST, _RECORDED_INTERVAL_S)
+        )
         self._tasks = OwnedTasks("sockets")
         self._exit = contextlib.AsyncExitStack()
 
@@ -126,6 +137,13 @@ class CoordinatorSockets:
         self._control.forget(peer)
         self._rollouts.forget(peer)
 
+    def refused_by_core(self, peer: PeerId, message: Message, error: ProtocolError) -> None:
+        """A message that the coordinator's state could not take: told as others are, and held
+        against the peer."""
+        router = self._rollouts if message.LANE is Lane.ROLLOUTS else self._control
+        router.charge_refusal(peer)
+        self._message_refused(peer, error)
+
     def look_at_keys(self) -> None:
         """Read the allow-list if it changed, and tell of the keys that left it. To be called a
         few times a second."""
@@ -160,6 +178,9 @@ class CoordinatorSockets:
                 on_message=self._take,
                 on_refused=self._message_refused,
                 client_roles=_client_roles,
+                budget_of=lambda peer: (
+                    _LEARNER_BUDGETS[lane] if _is_learner(peer) else LANES[lane].budget
+                ),
             )
             await router.start()
             return router
@@ -188,6 +209,7 @@ class CoordinatorSockets:
                 self._context,
                 keys=keys,
                 keys_dir=keys_dir,
+                given_by_hand=self._config.audit.workers,
                 bind=bind,
                 offer=offer,
                 on_event=self._on_event,
@@ -234,14 +256,12 @@ class CoordinatorSockets:
                 self._on_revoked(PeerId(name))
 
     def _message_refused(self, peer: PeerId | None, error: ProtocolError) -> None:
-        if num_since := self._refusals.note(time.monotonic()):
-            log.warning(
-                "message_refused",
-                peer=peer,
-                reason=error.reason,
-                text=str(error),
-                num_since=num_since,
-            )
+        now = time.monotonic()
+        fields = {"peer": peer or "", "reason": error.reason, "text": str(error)}
+        if num_since := self._logged.note(now):
+            log.warning("message_refused", **fields, num_since=num_since)
+        if num_since := self._recorded[error.reason].note(now):
+            self._on_event("message_refused", {**fields, "num_since": num_since})
 
     def _handshake_refused(
         self, reason: str, public_key: str, address: str, num_since: int
@@ -252,8 +272,11 @@ class CoordinatorSockets:
 
 def _client_roles(peer: PeerId) -> frozenset[Role]:
     """A key named learner or learner-N learns; every other samples."""
-    is_learner = peer == "learner" or peer.startswith("learner-")
-    return frozenset({Role.LEARNER if is_learner else Role.WORKER})
+    return frozenset({Role.LEARNER if _is_learner(peer) else Role.WORKER})
+
+
+def _is_learner(peer: PeerId) -> bool:
+    return peer == "learner" or peer.startswith("learner-")
 
 
 def _record_before(run_dir: Path) -> dict[str, Any]:

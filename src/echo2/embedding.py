@@ -102,7 +102,7 @@ class EmbeddedLearner:
 
     async def complete(self, batch: Batch) -> int:
         client = await self._seated()
-        await client.complete(batch.step, train_s=0.0, wait_s=0.0, mismatch={})
+        await client.complete(batch.step, train_s=0.0, wait_s=0.0, mismatch=())
         self._step = batch.step + 1
         await client.checkpoint_saved(self._step, (self._step,))
         for group in batch.groups:

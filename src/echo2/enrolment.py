@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,13 +53,14 @@ class Enrolment:
         *,
         keys: KeyPair,
         keys_dir: Path,
+        given_by_hand: Collection[str] = (),
         bind: str,
         offer: Callable[[str], Enrolled],
         on_event: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self._refused: Counter[str] = Counter()
         self._context = context
-        self._book = TokenBook(keys_dir)
+        self._book = TokenBook(keys_dir, given_by_hand=given_by_hand)
         self._offer = offer
         self._on_event = on_event
         self._router = Router(

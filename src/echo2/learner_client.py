@@ -11,11 +11,13 @@ what it waits for.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar, cast
 
 import structlog
 
@@ -37,6 +39,7 @@ from echo2.core.learner_client import (
 )
 from echo2.errors import (
     Echo2Error,
+    EnvironmentError_,
     FencedError,
     LearnerError,
     RefusedError,
@@ -56,7 +59,7 @@ from echo2.messages import (
     TasksSubmitted,
     VersionPublished,
 )
-from echo2.types import Sampling, Task, Version
+from echo2.types import GroupMismatch, Sampling, Task, Version
 
 log = structlog.get_logger()
 
@@ -111,8 +114,10 @@ class LearnerClient:
         environment_version: str = "",
         connect_timeout_s: float | None = None,
         guest: bool = False,
+        tasks_timeout_s: float | None = None,
     ) -> None:
-        """`connect_timeout_s`: a coordinator that is away for so long ends the session.
+        """`connect_timeout_s`: a coordinator that is away for so long ends the session, and
+        `tasks_timeout_s` a source of tasks that gives none for so long.
         `guest`: it publishes only, takes the seat only from nobody, and leaves v as it is."""
         self._transport = transport
         self._tasks = tasks
@@ -121,6 +126,9 @@ class LearnerClient:
         self._environment_version = environment_version
         self._connect_timeout_s = connect_timeout_s
         self._guest = guest
+        self._tasks_timeout_s = tasks_timeout_s
+        self.tasks_ended = False
+        """The last of the tasks was handed over."""
         self._client: LearnerClientState | None = None
         self._waiters: dict[object, asyncio.Future[Any]] = {}
         self._evals_done: list[EvalResult] = []
@@ -178,7 +186,7 @@ class LearnerClient:
         )
 
     async def complete(
-        self, step: int, *, train_s: float, wait_s: float, mismatch: dict[str, float]
+        self, step: int, *, train_s: float, wait_s: float, mismatch: Sequence[GroupMismatch]
     ) -> None:
         """The batch of `step` was applied; returns when that is durable and v is step + 1."""
         answer = self._expect(StepDurable)
@@ -250,10 +258,12 @@ class LearnerClient:
     def say(self, text: str) -> None:
         self._state.say(text)
 
-    async def close(self, reason: str, *, finished: bool) -> None:
-        """Say goodbye and close the transport."""
+    async def close(self, reason: str, *, finished: bool, missing_steps: int = 0) -> None:
+        """Say goodbye and close the transport. `missing_steps`: not done for want of tasks."""
         if self._client is not None and self._ended is None:
-            self._carry_out(self._client.close(reason, finished=finished))
+            self._carry_out(
+                self._client.close(reason, finished=finished, missing_steps=missing_steps)
+            )
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -338,10 +348,19 @@ class LearnerClient:
     async def _submit_tasks(self, start: int, count: int) -> None:
         """User code makes the tasks: off the event loop, and its failure ends the session."""
         assert self._client is not None
+        limit_s = self._tasks_timeout_s
         try:
-            tasks, exhausted = await asyncio.to_thread(self._tasks, start, count)
+            async with asyncio.timeout(limit_s):
+                tasks, exhausted = await _in_daemon_thread(lambda: self._tasks(start, count))
+        except TimeoutError:
+            raise EnvironmentError_(
+                f"the environment made no task for {limit_s:g} s "
+                f"(environment.rollout_timeout_s), asked for {count} from index {start} on; see "
+                "what its task() waits for"
+            ) from None
         finally:
             self._submitting.discard(start)
+        self.tasks_ended |= exhausted
         message = TasksSubmitted(
             incarnation=self._client.incarnation,
             start=start,
@@ -396,3 +415,29 @@ def _ended_error(kind: str, text: str, finished: bool) -> Echo2Error:
     if kind == "lost":
         return RunEndedError(text, finished=False)
     return RunEndedError(f"the coordinator ended: {text}", finished=finished)
+
+
+async def _in_daemon_thread(work: Callable[[], T]) -> T:
+    """User code that may never return must not keep the process."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(made: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast(T, made))
+
+    def run() -> None:
+        made, error = None, None
+        try:
+            made = work()
+        except BaseException as raised:  # raised again where it is waited for
+            error = raised
+        with contextlib.suppress(RuntimeError):  # nobody waits: the loop is closed
+            loop.call_soon_threadsafe(settle, made, error)
+
+    threading.Thread(target=run, name="tasks", daemon=True).start()
+    return await future

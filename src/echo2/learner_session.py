@@ -21,7 +21,7 @@ from echo2.messages import (
     LearnerWelcome,
     VersionPublished,
 )
-from echo2.types import Sampling, Task, Version
+from echo2.types import GroupMismatch, Sampling, Task, Version
 
 
 class LearnerSession:
@@ -54,6 +54,7 @@ class LearnerSession:
             tasks=tasks,
             environment_version=environment_version,
             connect_timeout_s=config.net.connect_timeout_s,
+            tasks_timeout_s=config.environment.rollout_timeout_s,
         )
 
     def start(
@@ -73,7 +74,7 @@ class LearnerSession:
         return self._call(self._client.next_batch(step))
 
     def complete(
-        self, step: int, *, train_s: float, wait_s: float, mismatch: dict[str, float]
+        self, step: int, *, train_s: float, wait_s: float, mismatch: Sequence[GroupMismatch]
     ) -> None:
         self._call(self._client.complete(step, train_s=train_s, wait_s=wait_s, mismatch=mismatch))
 
@@ -98,9 +99,14 @@ class LearnerSession:
         """What the learner does now, for `echo2 status`."""
         self._loop.call_soon_threadsafe(self._client.say, text)
 
-    def close(self, reason: str, *, finished: bool) -> None:
+    @property
+    def tasks_ended(self) -> bool:
+        """Whether the last of the tasks was handed over."""
+        return self._client.tasks_ended
+
+    def close(self, reason: str, *, finished: bool, missing_steps: int = 0) -> None:
         """Say goodbye; the session cannot be used afterwards."""
-        self._call(self._client.close(reason, finished=finished))
+        self._call(self._client.close(reason, finished=finished, missing_steps=missing_steps))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10.0)
         self._loop.close()

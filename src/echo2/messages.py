@@ -27,6 +27,7 @@ from echo2.types import (
     Digest,
     Endpoint,
     GroupId,
+    GroupMismatch,
     LeaseId,
     LinkReport,
     Mbit,
@@ -34,6 +35,7 @@ from echo2.types import (
     PublicKey,
     Real,
     RelayPeer,
+    Reward,
     Sampling,
     Seconds,
     ServerKey,
@@ -44,7 +46,7 @@ from echo2.types import (
     Version,
 )
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 HEADER_MAX_BYTES: Final = 4 << 20
 CHUNK_MAX_BYTES: Final = 256 << 10
 GROUP_FRAME_MAX_BYTES: Final = 256 << 20
@@ -55,6 +57,7 @@ STRIPES_MAX: Final = 256
 DELTA_PATH_MAX: Final = 16
 STORED_MAX: Final = 8
 WORKERS_MAX: Final = 10_000
+MISMATCHES_MAX: Final = 4096
 JOIN_SETTINGS_MAX: Final = 256 << 10
 
 
@@ -145,6 +148,8 @@ class WorkerHello(Message):
     `slots`: groups that it works on at once. `held`: leases that it still works on after a
     reconnect, reclaimed if they are still alive. `installed`: the version that it serves;
     `stored`, while it serves none: manifests of versions on its disk, from which deltas lead on.
+    `replays`: its environment can play a transcript again, so that it could audit others; whether
+    it may is the operator's word alone.
     """
 
     protocol: Annotated[int, Field(ge=0, le=2**31)]
@@ -165,6 +170,7 @@ class WorkerHello(Message):
     relay_key: ServerKey = ""
     uplink_mbit: Mbit = 0.0
     downlink_mbit: Mbit = 0.0
+    replays: bool = False
 
 
 @message(_C, "coordinator", "worker")
@@ -257,13 +263,14 @@ class RelayReport(Message):
     manifest_digest: Digest
     num_chunks: Count
     num_missing: Count
-    links: Annotated[tuple[LinkReport, ...], Field(max_length=RELAY_PEERS_MAX)]
+    links: Annotated[tuple[LinkReport, ...], Field(max_length=RELAY_PEERS_MAX), FailFast()]
 
 
 @message(_C, "worker", "coordinator")
 class VersionInstalled(Message):
     """The version serves from now on. `canary_diff`: mean |logprob difference| on the
-    probe; null when there was no probe. Leases follow only after this."""
+    probe; null when there was no probe. Leases follow only after this. `past`: it served before
+    the connection was lost, and this may not have arrived; for the record alone."""
 
     version: Version
     manifest_digest: Digest
@@ -271,6 +278,7 @@ class VersionInstalled(Message):
     install_s: Seconds
     pause_s: Seconds
     canary_diff: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] | None = None
+    past: bool = False
 
 
 @message(_C, "worker", "coordinator")
@@ -371,6 +379,43 @@ class GroupAcknowledged(Message):
     reason: Text = ""
 
 
+@message(_R, "coordinator", "worker")
+class AuditOrdered(Message):
+    """Recompute the rewards of a group that another worker sampled under `lease`: play the task
+    again, and answer each turn with the tokens that are here. Frames as in GroupResult; the
+    rewards in the headers are what that worker claims. Ordered again until it is answered."""
+
+    lease: LeaseName
+    group: GroupName
+    task: Task
+    sampling: Sampling
+    trajectories: Annotated[
+        tuple[TrajectoryHeader, ...], Field(min_length=1, max_length=GROUP_SIZE_MAX)
+    ]
+    token_ids: TokenFrame
+    loss_mask: TokenFrame
+
+
+@message(_R, "worker", "coordinator")
+class AuditDone(Message):
+    """The recomputed rewards, in the order of the trajectories. With a `problem` there are none:
+    the environment does not make this transcript, whatever the policy says."""
+
+    lease: LeaseName
+    group: GroupName
+    rewards: Annotated[tuple[Reward, ...], Field(max_length=GROUP_SIZE_MAX)] = ()
+    problem: Text = ""
+
+
+@message(_R, "worker", "coordinator")
+class AuditFailed(Message):
+    """The auditor cannot say: its environment failed, or it leaves."""
+
+    lease: LeaseName
+    group: GroupName
+    text: Text
+
+
 @message(_R, "worker learner", "coordinator")
 class LaneOpened(Message):
     """First message of a peer in the rollouts lane: a ROUTER can answer only those that it
@@ -387,11 +432,13 @@ class Draining(Message):
 @message(_C, "worker learner", "coordinator")
 class Goodbye(Message):
     """This peer leaves now. A learner names its `incarnation` (0: none yet) and says whether
-    the run is `finished`; that of a fenced one counts for nothing."""
+    the run is `finished`; that of a fenced one counts for nothing. `missing_steps`: how many steps
+    of the run were not done, since the tasks were used up; it is over then, and has failed."""
 
     reason: Text
     finished: bool = False
     incarnation: Count = 0
+    missing_steps: Count = 0
 
 
 @message(_C, "coordinator", "worker learner")
@@ -578,14 +625,15 @@ class BatchGroup(Message):
 class StepCompleted(Message):
     """The batch of `step` was applied: v becomes step + 1. Idempotent. Sent until
     acknowledged. `groups`: what was trained, which a coordinator that was started again knows
-    from its ledger. `mismatch`: mean |logprob difference| per worker, where measured."""
+    from its ledger. `mismatch`: of the groups whose behaviour logprobs were recomputed with the
+    version that sampled them, how far they are from the learner's."""
 
     incarnation: Count
     step: Count
     groups: Annotated[tuple[GroupName, ...], Field(min_length=1, max_length=65536)]
     train_s: Seconds
     wait_s: Seconds
-    mismatch: Annotated[dict[Name, Real], Field(max_length=65536)]
+    mismatch: Annotated[tuple[GroupMismatch, ...], Field(max_length=MISMATCHES_MAX)] = ()
 
 
 @message(_C, "coordinator", "learner")

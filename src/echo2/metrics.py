@@ -56,6 +56,15 @@ class CoordinatorMetrics:
             ["worker"],
             registry=registry,
         )
+        self.audits = Counter(
+            "echo2_audits", "Groups whose audit ended, by verdict", ["verdict"], registry=registry
+        )
+        self.withdrawn = Counter(
+            "echo2_groups_withdrawn", "Results that were not believed", registry=registry
+        )
+        self.quarantined = Gauge(
+            "echo2_workers_quarantined", "Workers that are quarantined", registry=registry
+        )
         self.cost = Gauge("echo2_cost_usd", "Dollars spent", registry=registry)
         self.lag = Gauge("echo2_loop_lag_seconds", "Event loop lag, smoothed", registry=registry)
         self.lag_max = Gauge(
@@ -78,6 +87,10 @@ class CoordinatorMetrics:
                     self.staleness.observe(fields["trained_at"] - fields["min_version"])
             case "group_returned":
                 self.returned.inc()
+            case "group_audited":
+                self.audits.labels(fields["verdict"]).inc()
+            case "group_withdrawn":
+                self.withdrawn.inc()
             case "lease_revoked":
                 self.leases_lost.labels("revoked").inc()
             case "lease_failed":
@@ -100,6 +113,7 @@ class CoordinatorMetrics:
         self.leases.set(status["leases"])
         self.queue.set(status["queue"])
         self.cost.set(status["cost_usd"])
+        self.quarantined.set(len(status["quarantined"]))
         self.lag.set(lag_s)
         self.lag_max.set(lag_max_s)
         self.tasks.set(num_tasks)

@@ -31,13 +31,25 @@ from typing import Any, Final
 import structlog
 
 from echo2 import wire
+from echo2.audit_key import load_or_create_audit_key
 from echo2.config import Config, config_to_toml
+from echo2.config_vllm import precision_of
 from echo2.coordinator_sockets import CoordinatorSockets
 from echo2.core.coordinator import CoordinatorState
-from echo2.core.effects import DeliverGroup, Effect, Emit, Finish, Persist, ProbeRelay, Send
+from echo2.core.effects import (
+    DeliverGroup,
+    Effect,
+    Emit,
+    Finish,
+    OrderAudit,
+    Persist,
+    ProbeRelay,
+    Send,
+)
 from echo2.core.events import (
     Event,
     KeyRevoked,
+    PardonRequested,
     Persisted,
     Received,
     RelayProbed,
@@ -45,8 +57,9 @@ from echo2.core.events import (
     Tick,
 )
 from echo2.core.restored import Restored
-from echo2.core.settings import CoordinatorSettings
+from echo2.core.settings import AuditSettings, CoordinatorSettings
 from echo2.core.status import status as core_status
+from echo2.core.suspicion import MismatchRule
 from echo2.embedding import EmbeddedLearner, Tensors
 from echo2.errors import ConfigError, ProtocolError, RemoteProtocolError
 from echo2.folder_errors import folder_errors
@@ -57,6 +70,7 @@ from echo2.ledger import durable as ledger
 from echo2.ledger.durable import DurableLedger
 from echo2.ledger.events_log import EventsLog
 from echo2.messages import (
+    AuditOrdered,
     BatchGroup,
     Goodbye,
     GroupResult,
@@ -70,8 +84,9 @@ from echo2.metrics import CoordinatorMetrics
 from echo2.net.probe import probe_endpoint
 from echo2.net.sockets import close_context, make_context
 from echo2.net.tasks import LoopLag, OwnedTasks
+from echo2.pardons import read_pardons, remove_pardon
 from echo2.types import PeerId, Task, Version
-from echo2.weights.files import write_whole
+from echo2.weights.files import make_folder, write_whole
 
 log = structlog.get_logger()
 
@@ -79,7 +94,10 @@ TICK_S: Final = 0.1
 LEAVE_S: Final = 2.0
 """At the end workers may take so long to read that it is the end."""
 QUIET_EVENTS: Final = frozenset(
-    {"group_ended", "lease_granted", "version_installed", "step_completed"}
+    {
+        *("group_ended", "lease_granted", "version_installed", "step_completed"),
+        *("audit_opened", "group_audited"),
+    }
 )
 """Events too frequent for the log at level info; even to say nothing of them takes its time."""
 LOCAL_LEARNER: Final = PeerId("learner:embedded")
@@ -90,7 +108,28 @@ UNREADABLE: Final = (
 """What comes of records that were damaged, or are another program's."""
 
 
-def settings_of(config: Config, run_id: str) -> CoordinatorSettings:
+def audit_settings_of(config: Config, key: bytes) -> AuditSettings:
+    """[audit] as the core reads it; `key` is the run's secret."""
+    audit = config.audit
+    return AuditSettings(
+        share=audit.share,
+        workers=tuple(PeerId(name) for name in audit.workers),
+        key=key,
+        reward_tolerance=audit.reward_tolerance,
+        refuted_needed=audit.refuted_needed,
+        wait_s=audit.wait_s,
+        action=audit.action,
+        rule=MismatchRule(
+            needed=audit.mismatch_needed,
+            tokens_min=audit.mismatch_tokens,
+            factor=audit.mismatch_factor,
+            floor=audit.mismatch_floor,
+            run_precision=precision_of(config),
+        ),
+    )
+
+
+def settings_of(config: Config, run_id: str, audit_key: bytes = b"") -> CoordinatorSettings:
     """The core's settings out of the TOML schema."""
     return CoordinatorSettings(
         run_id=run_id,
@@ -124,6 +163,7 @@ def settings_of(config: Config, run_id: str) -> CoordinatorSettings:
         curve=config.net.curve,
         host=config.net.host,
         origin_uplink_mbit=config.net.origin_uplink_mbit,
+        audit=audit_settings_of(config, audit_key),
     )
 
 
@@ -195,20 +235,23 @@ class Coordinator:
     async def _start(self) -> None:
         self._exit.push_async_callback(close_context, self._context)
         with folder_errors(self.run_dir):
-            self.run_dir.mkdir(parents=True, exist_ok=True)
+            make_folder(self.run_dir)
         self._exit.enter_context(_only_coordinator_of(self.run_dir))
-        self._log = EventsLog(self.run_dir / "events.jsonl")
-        self._log.open()
+        self._log = EventsLog(self.run_dir / ledger.EVENTS)
         self._exit.push_async_callback(self._ledger.stop)
         self._exit.callback(self._log.close)
         restored = await asyncio.to_thread(self._restored)
+        self._log.open()
         self.run_id = self._known_run_id()
-        self._core = CoordinatorState(settings_of(self.config, self.run_id), restored)
+        audit_key = load_or_create_audit_key(self.run_dir) if self.config.audit.share else b""
+        settings = settings_of(self.config, self.run_id, audit_key)
+        self._core = CoordinatorState(settings, restored)
         resolved = self.run_dir / "config.resolved.toml"
         if not resolved.exists():
             with folder_errors(self.run_dir):  # it may hold a token
                 write_whole(resolved, config_to_toml(self.config).encode(), mode=0o600)
-        await self._ledger.start(lambda record_id: self.feed(Persisted(record_id)))
+        with folder_errors(self.run_dir):
+            await self._ledger.start(lambda record_id: self.feed(Persisted(record_id)))
         await self._listen()
         await self._serve_http()
         self._embedded = EmbeddedLearner(self)
@@ -411,7 +454,7 @@ class Coordinator:
         except RemoteProtocolError as error:
             assert isinstance(event, Received)
             self.refused[error.reason] += 1
-            log.warning("message_refused", peer=event.peer, reason=error.reason, text=str(error))
+            self._sockets.refused_by_core(event.peer, event.message, error)
             refusal = Refused(reason=error.reason, text=str(error)[:2048], fatal=False)
             self._carry_out([Send(event.peer, refusal)])
             return
@@ -423,8 +466,11 @@ class Coordinator:
             self._goodbye.set()
         if isinstance(message, VersionPublished):
             self._vocab_size = message.vocab_size
-        if isinstance(message, GroupResult) and (
-            problem := frames_problem(message, vocab_size=self._vocab_size)
+        if (
+            isinstance(message, GroupResult)
+            # The frames of one that nobody waits for may be large, and are not looked at.
+            and self._core.workers.may_deliver(peer, message)
+            and (problem := frames_problem(message, vocab_size=self._vocab_size))
         ):
             self.refused["frames"] += 1
             log.warning("result_refused", peer=peer, lease=message.lease, reason=problem)
@@ -443,27 +489,37 @@ class Coordinator:
         while True:
             await asyncio.sleep(TICK_S)
             self._sockets.look_at_keys()
+            self._look_at_pardons()
             self.feed(Tick())
+
+    def _look_at_pardons(self) -> None:
+        for peer in read_pardons(self.run_dir):
+            self.feed(PardonRequested(peer))
+            remove_pardon(self.run_dir, peer)
 
     # ----------------------------------------------------------------------- effects
 
     def _carry_out(self, effects: list[Effect]) -> None:
+        told: list[tuple[Emit, int]] = []
         for effect in effects:
             if isinstance(effect, Emit):
-                position = self._log.write(effect.event, effect.fields)
-                self._ledger.observe(effect.event, effect.fields, position)
+                told.append((effect, self._log.write(effect.event, effect.fields)))
                 self._metrics.observe(effect.event, effect.fields)
                 if effect.event not in QUIET_EVENTS:
                     log.info(effect.event, **effect.fields)
                 elif self._is_debugging:
                     log.debug(effect.event, **effect.fields)
         self._log.flush()
+        for emit, position in told:  # what the ledger takes in is in the file
+            self._ledger.observe(emit.event, emit.fields, position)
         for effect in effects:
             match effect:
                 case Send(peer, message):
                     self._send(peer, message)
                 case DeliverGroup():
                     self._send(effect.peer, _batch_group(effect))
+                case OrderAudit():
+                    self._send(effect.peer, _audit_ordered(effect))
                 case Persist(record_id, record):
                     self._ledger.append(record_id, record)
                 case ProbeRelay(peer, endpoint):
@@ -524,6 +580,20 @@ def _batch_group(effect: DeliverGroup) -> BatchGroup:
     )
     wire.hand_on(group, payload, "trajectories")
     return group
+
+
+def _audit_ordered(effect: OrderAudit) -> AuditOrdered:
+    payload = effect.result.payload
+    assert isinstance(payload, GroupResult)
+    return AuditOrdered(
+        lease=effect.result.lease,
+        group=effect.group,
+        task=effect.task,
+        sampling=effect.sampling,
+        trajectories=effect.result.trajectories,
+        token_ids=payload.token_ids,
+        loss_mask=payload.loss_mask,
+    )
 
 
 def _default_run_dir(config: Config) -> Path:

@@ -99,6 +99,16 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupMismatch:
+    """How far the behaviour logprobs of a group are from the learner's, both at the version that
+    sampled: mean |difference| in nats over the `num_tokens` that were compared."""
+
+    group: Annotated[GroupId, Field(strict=True, min_length=1, max_length=64)]
+    num_tokens: Annotated[int, Field(strict=True, ge=1, le=2**53)]
+    diff_mean: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, slots=True)
 class RelayPeer:
     """A worker's relay: `endpoint` is where it accepts connections ("": it only dials), `key`
     the public CURVE key with which it listens and dials ("" without CURVE)."""

@@ -31,7 +31,7 @@ FRAMES_MAX: Final = 1 + max(len(frame_fields(cls)) for cls in MESSAGES.values())
 """Most frames of any message, the header included."""
 
 MAP_ITEMS_MAX: Final = 65536
-"""Most entries of any map in a header; the largest is StepCompleted's `mismatch`."""
+"""Most entries of any map in a header."""
 
 _HEADER: Final = "_header"
 _PACKED: Final = "_packed"
@@ -95,8 +95,9 @@ def decode(
             f"a message of {told} came; 1 to {FRAMES_MAX} are allowed", reason="frames"
         )
     name, fields = _parse_header(frames[0])
+    # Before its codec, which takes up to 50 ms to make: nobody has those made that are not theirs.
+    _check_route(_class_named(name), lane=lane, sender=sender, receiver=receiver)
     codec = _codec_named(name)
-    _check_route(codec.cls, lane=lane, sender=sender, receiver=receiver)
     _add_frames(fields, codec, frames)
     _check_shape(fields, codec)
     try:
@@ -151,15 +152,20 @@ def _codec_of(message: Message) -> _Codec:
 
 @functools.cache  # as many entries as there are messages: an error is not kept
 def _codec_named(name: str) -> _Codec:
+    cls = _class_named(name)
+    frames = frame_fields(cls)
+    names = {name for name, _ in frames}
+    return _Codec(name, cls, TypeAdapter(cls), frames, names, _lengths(cls))
+
+
+def _class_named(name: str) -> type[Message]:
     cls = MESSAGES.get(name)
     if cls is None:
         raise RemoteProtocolError(
             f"message {_short(name)} is unknown; does the peer run another release of echo2?",
             reason="unknown_message",
         )
-    frames = frame_fields(cls)
-    names = {name for name, _ in frames}
-    return _Codec(name, cls, TypeAdapter(cls), frames, names, _lengths(cls))
+    return cls
 
 
 def _lengths(cls: type[Message]) -> dict[str, int | None]:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,16 +58,20 @@ class Fleet:
         self.config.write_text(CONFIG.format(steps=steps, engine_silence_s=engine_silence_s))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
+    def popen(self, name: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        """Where the process of this name belongs; here it is this machine."""
+        return subprocess.Popen(argv, start_new_session=True, **options)
+
     def start(self, command: str, *options: str, name: str = "") -> subprocess.Popen[bytes]:
         """`echo2 COMMAND CONFIG --run-dir RUN OPTIONS`, in a process group of its own."""
         name = name or command
         with (self.folder / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(
+            process = self.popen(
+                name,
                 [*ECHO2, command, str(self.config), "--run-dir", str(self.run_dir), *options],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
             )
         self.processes[name] = process
@@ -129,6 +133,24 @@ class Fleet:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def processes_below(pid: int, marker: str) -> list[int]:
+    """Of a process and those that it started the ones with `marker` in their command line."""
+    parents, commands = {}, {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended while we looked
+            stat = (path / "stat").read_text(errors="replace")
+            parents[int(path.name)] = int(stat.rpartition(")")[2].split()[1])
+            commands[int(path.name)] = (path / "cmdline").read_text(errors="replace")
+    found = []
+    for each, command in sorted(commands.items()):
+        above = each
+        while above in parents and above != pid:
+            above = parents[above]
+        if above == pid and marker in command:
+            found.append(each)
+    return found
 
 
 def finishes_well(fleet: Fleet) -> None:

@@ -20,6 +20,8 @@ import pytest
 
 from echo2.verify import verify_run
 
+from .fleet import processes_below
+
 pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/stat").exists(), reason="finds the processes of a run in /proc"
@@ -67,20 +69,7 @@ class Run:
 
     def processes(self, part: str) -> list[int]:
         """Of the run's processes those that are this part of it."""
-        parents, commands = {}, {}
-        for path in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it ended while we looked
-                stat = (path / "stat").read_text(errors="replace")
-                parents[int(path.name)] = int(stat.rpartition(")")[2].split()[1])
-                commands[int(path.name)] = (path / "cmdline").read_text(errors="replace")
-        found = []
-        for pid, command in sorted(commands.items()):
-            above = pid
-            while above in parents and above != self.process.pid:
-                above = parents[above]
-            if above == self.process.pid and PARTS[part] in command:
-                found.append(pid)
-        return found
+        return processes_below(self.process.pid, PARTS[part])
 
     def kill_one(self, part: str, rng: random.Random) -> None:
         """As soon as there is one: it may be on its way up after an earlier kill."""

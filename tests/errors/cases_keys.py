@@ -12,6 +12,7 @@ import structlog
 from bad_input import Bench, Told, a_free_port, a_taken_port, case, run
 from cases_folders import NULL
 
+from echo2.audit_key import load_or_create_audit_key
 from echo2.config import load_config
 from echo2.errors import ConfigError
 from echo2.messages import Lane, Role
@@ -318,3 +319,15 @@ def _(bench: Bench) -> Told:
     told = bench.raised("ConfigError", ConfigError, made)
     context.term()
     return told
+
+
+@case("an audit key that others can read")
+def _(bench: Bench) -> Told:
+    load_or_create_audit_key(bench.folder)
+    (bench.folder / "audit.key").chmod(0o644)
+    return bench.raised("exit 2", ConfigError, lambda: load_or_create_audit_key(bench.folder))
+
+
+@case("a pardon of a worker that is not quarantined")
+def _(bench: Bench) -> Told:
+    return bench.command("keys", "pardon", "w-1", bench.config(), "--run-dir", bench.run_dir)

@@ -281,3 +281,13 @@ def _(bench: Bench) -> Told:
 @case("a setting that the environment does not take")
 def _(bench: Bench) -> Told:
     return started(bench, "[environment]", 'name = "addition"', "settings = { digitz = 3 }")
+
+
+@case("audits of an environment of one's own that does not say that it replays")
+def _(bench: Bench) -> Told:
+    (bench.folder / "sums.py").write_text(
+        "from echo2_workers.environments.addition import Addition\n"
+        "class Sums(Addition):\n    name, version, replays = 'sums', '1', False\n"
+    )
+    lines = ("[environment]", 'name = "sums:Sums"', "[audit]", "share = 0.1", 'workers = ["w-1"]')
+    return started(bench, *lines)

@@ -93,6 +93,16 @@ def _(bench: Bench) -> Told:
     return _unchanged(bench)
 
 
+@case("another program's database where ledger.sqlite belongs")
+def _(bench: Bench) -> Told:
+    bench.run_dir.mkdir()
+    database = sqlite3.connect(bench.run_dir / "ledger.sqlite")
+    database.execute("CREATE TABLE notes (text TEXT)")
+    database.commit()
+    database.close()
+    return _unchanged(bench)
+
+
 @case("a ledger.sqlite that is gone while its segments are there")
 def _(bench: Bench) -> Told:
     run_dir = a_run_with_three_groups(bench)

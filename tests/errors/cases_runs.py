@@ -14,10 +14,13 @@ from bad_input import Bench, Told, case, run
 from cases_weights import a_model
 
 from echo2.config import Config, config_from_mapping
+from echo2.core.records import LearnerRecorded
 from echo2.core.worker_session import refusal_text
 from echo2.errors import Echo2Error
 from echo2.learner_client import LearnerClient
 from echo2.learner_transport import SocketTransport
+from echo2.ledger.database import Database
+from echo2.ledger.durable import FILE
 from echo2.messages import (
     PROTOCOL,
     Goodbye,
@@ -224,6 +227,20 @@ def _(bench: Bench) -> Told:
 @case("a worker of another run")
 def _(bench: Bench) -> Told:
     return refused_worker(bench, run_id="0123456789abcdef")
+
+
+@case("a worker that is quarantined")
+def _(bench: Bench) -> Told:
+    text = "2 of its groups were refuted, the last (g9): 8 of 8 rewards are wrong: trajectory 0 "
+    text += "claims 1, recomputed 0"
+    told = {"cause": "rewards", "reason": text, "step": 4, "in_training": []}
+    bench.run_dir.mkdir()
+    database = Database(bench.run_dir / FILE)
+    with database.transaction():
+        database.learner(LearnerRecorded(1, 0))
+        database.observe("worker_quarantined", {"worker": "w-1", **told}, 0)
+    database.close()
+    return refused_worker(bench)
 
 
 @case("a worker with another environment")

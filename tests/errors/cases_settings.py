@@ -153,3 +153,15 @@ def _(bench: Bench) -> Told:
 @case("no local worker for echo2 run")
 def _(bench: Bench) -> Told:
     return bench.command("run", bench.config("[workers]", "local = 0"))
+
+
+@case("audits by nobody")
+def _(bench: Bench) -> Told:
+    return bench.command("check", bench.config("[audit]", "share = 0.1"))
+
+
+@case("audits of what cannot be played again")
+def _(bench: Bench) -> Told:
+    lines = ("[audit]", "share = 0.1", 'workers = ["w-1"]')
+    config = bench.config(*lines, "[environment]", 'name = "verifiers:gsm8k"')
+    return bench.command("check", config)

@@ -41,7 +41,7 @@ from echo2.net.auth import AllowList, load_or_create_key
 from echo2.net.dealer import Dealer
 from echo2.net.sockets import close_context, make_context
 from echo2.service import Coordinator
-from echo2.types import Sampling, Span, Task, TrajectoryHeader, Version
+from echo2.types import GroupMismatch, Sampling, Span, Task, TrajectoryHeader, Version
 
 R, G = 4, 2
 
@@ -218,7 +218,8 @@ async def steps(client: LearnerClient, first: int, last: int, incarnation: int) 
         assert batch is not None
         assert len(batch.groups) == R
         assert batch.groups[0].token_ids == np.arange(3 * G, dtype=np.int32).tobytes()
-        await client.complete(step, train_s=0.0, wait_s=0.0, mismatch={"w-1": 0.5})
+        told = [GroupMismatch(batch.groups[0].group, 8, 0.5)]
+        await client.complete(step, train_s=0.0, wait_s=0.0, mismatch=told)
 
 
 async def test_batches_reach_a_learner_and_all_is_recorded(tmp_path: Path) -> None:
@@ -347,7 +348,7 @@ async def test_acknowledged_groups_survive_a_coordinator_and_are_trained_without
         await restart()
         batch = await learner.next_batch(1)
         assert batch is not None
-        await learner.complete(1, train_s=0.0, wait_s=0.0, mismatch={})
+        await learner.complete(1, train_s=0.0, wait_s=0.0, mismatch=())
     trained = [e["group_id"] for e in events(tmp_path, "group_ended") if e["end"] == "trained"]
     assert len(trained) == len(set(trained)) == 2 * R
     assert set(trained) <= accepted
@@ -401,7 +402,7 @@ def test_the_session_blocks_and_raises_in_the_learners_thread(tmp_path: Path) ->
         assert keep_from == 0
         batch = session.next_batch(0)
         assert batch is not None
-        session.complete(0, train_s=0.1, wait_s=0.1, mismatch={})
+        session.complete(0, train_s=0.1, wait_s=0.1, mismatch=())
         session.checkpoint_saved(1, (1,))
         with pytest.raises(RefusedError, match="v is 1"):
             session.next_batch(7)

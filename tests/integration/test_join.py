@@ -161,7 +161,7 @@ async def steps(learner: LearnerClient, first: int, last: int) -> list[str]:
         batch = await learner.next_batch(step)
         assert batch is not None
         workers += [group.worker for group in batch.groups]
-        await learner.complete(step, train_s=0.0, wait_s=0.0, mismatch={})
+        await learner.complete(step, train_s=0.0, wait_s=0.0, mismatch=())
     return workers
 
 

@@ -39,7 +39,8 @@ from echo2.messages import (
 )
 from echo2.net.auth import AllowList, Authenticator, KeyPair
 from echo2.net.dealer import Connection, Dealer
-from echo2.net.router import MESSAGES_PER_TURN, Router
+from echo2.net.peer_budget import BudgetLimits
+from echo2.net.router import FLOOD, MESSAGES_PER_TURN, Router
 from echo2.net.sockets import close_context, make_context
 from echo2.types import GroupId, LeaseId, PeerId, Span, Task, TrajectoryHeader, Version
 
@@ -665,7 +666,8 @@ def test_a_flood_leaves_the_loop_to_others(tmp_path: Path) -> None:
     """Between two turns of any other task, a router takes in a bounded number of messages."""
 
     async def scenario(net: Net) -> None:
-        router = await net.router()
+        free = BudgetLimits(per_s=0, burst=1, taken=0, refused=0, per_ms=0)
+        router = await net.router(budget_of=lambda peer: free)
         dealers = [await net.dealer(router, f"w-{index}") for index in range(3)]
         for sequence in range(2000):
             for dealer in dealers:
@@ -676,6 +678,30 @@ def test_a_flood_leaves_the_loop_to_others(tmp_path: Path) -> None:
             await asyncio.sleep(0)
             most = max(most, len(net.got) - before)
         assert 0 < most <= MESSAGES_PER_TURN
+
+    with_net(scenario, tmp_path)
+
+
+def test_who_sends_more_than_is_read_of_one_is_counted_and_the_others_are_read(
+    tmp_path: Path,
+) -> None:
+    async def scenario(net: Net) -> None:
+        small = BudgetLimits(per_s=0, burst=10, taken=1, refused=5, per_ms=0)
+        router = await net.router(budget_of=lambda peer: small)
+        much, wrong, little = [await net.dealer(router, f"w-{index}") for index in range(3)]
+        raw = net.raw_dealer(router, net.key_for("w-3"))
+        for sequence in range(100):
+            much.send(a_heartbeat(sequence))
+            raw.send_multipart([b"\xc1"])
+        await until(lambda: router.refused[FLOOD] == 90 + 98)
+        assert router.refused["malformed"] == 2
+        little.send(a_heartbeat(7))
+        await until(lambda: len(net.got) == 11)
+        assert net.got[-1] == ("w-2", a_heartbeat(7))
+        router.charge_refusal(PeerId("w-1"))
+        router.charge_refusal(PeerId("w-1"))
+        wrong.send(a_heartbeat(8))
+        await until(lambda: router.refused[FLOOD] == 90 + 98 + 1)
 
     with_net(scenario, tmp_path)
 

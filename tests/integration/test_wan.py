@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,20 @@ try:
 except TimeoutError:
     print("lost")
 """
+HEAR = """
+import socket, sys
+heard = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+heard.bind((sys.argv[1], 0))
+print(heard.getsockname()[1], flush=True)
+while True:
+    print(heard.recv(100).decode(), flush=True)
+"""
+SAY = """
+import socket, sys
+socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(
+    sys.argv[3].encode(), (sys.argv[1], int(sys.argv[2])))
+"""
+PIPED: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
 OWN = """
 import signal, sys
 from wan import HostLink, Wan
@@ -119,6 +134,28 @@ def test_a_host_is_reached_until_it_is_cut_and_again_when_it_is_mended(delay_s: 
         wan.mend("b")
         assert called(wan, "a", "b", port) == "here"
         assert not can_connect(wan.address("b"), port), "the machine itself sees the hosts"
+
+
+@needs_hosts
+@pytest.mark.parametrize("way", ["in", "out"])
+def test_a_host_is_cut_one_way(way: str) -> None:
+    with two_hosts() as wan:
+        listener = wan.popen("b", [sys.executable, "-c", HEAR, wan.address("b")], **PIPED)
+        port = int(listener.stdout.readline())
+        say = partial(said_to, wan, "a", wan.address("b"), port)
+        say("before")
+        assert listener.stdout.readline() == "before\n"
+        wan.cut("b", way)
+        say("meanwhile")
+        wan.mend("b")
+        say("after")
+        heard = listener.stdout.readline()
+        assert heard == ("after\n" if way == "in" else "meanwhile\n")
+
+
+def said_to(wan: Any, host: str, address: str, port: int, word: str) -> None:
+    argv = [sys.executable, "-c", SAY, address, str(port), word]
+    assert wan.popen(host, argv).wait(DEADLINE_S) == 0
 
 
 def can_connect(address: str, port: int) -> bool:

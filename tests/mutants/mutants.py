@@ -92,9 +92,10 @@ MUTANTS = (
     Mutant(
         "what is being stored counts as buffered",
         "buffer.py",
-        "_OUT = (GroupState.LEASED, GroupState.STORING)\n_HELD = (*_OUT, GroupState.BUFFERED)",
-        "_OUT = (GroupState.LEASED,)\n"
-        "_HELD = (GroupState.LEASED, GroupState.STORING, GroupState.BUFFERED)",
+        "_OUT = (GroupState.LEASED, GroupState.STORING, GroupState.AUDITING)\n"
+        "_HELD = (*_OUT, GroupState.BUFFERED)",
+        "_OUT = (GroupState.LEASED, GroupState.AUDITING)\n"
+        "_HELD = (*_OUT, GroupState.STORING, GroupState.BUFFERED)",
     ),
     Mutant(
         "leases of a dead worker are kept",
@@ -169,8 +170,8 @@ MUTANTS = (
     Mutant(
         "buffered groups of dead versions stay",
         "learner_desk.py",
-        "            if not self._is_alive(group):\n                state.book.requeue(group, dead)",
-        "            if group.result is None:\n                state.book.requeue(group, dead)",
+        "in state.book.in_state(*WITH_RESULT):\n            if not self._is_alive(group):",
+        "in state.book.in_state(*WITH_RESULT[:2]):\n            if not self._is_alive(group):",
     ),
     Mutant(
         "an eval of another version is scored",
@@ -218,9 +219,9 @@ MUTANTS = (
     ),
     Mutant(
         "groups without variance count towards R",
-        "worker_desk.py",
-        "elif state.settings.filter_zero_variance and not result.has_reward_variance:",
-        "elif state.settings.filter_zero_variance and not result.trajectories:",
+        "admission.py",
+        "    elif state.settings.filter_zero_variance and not result.has_reward_variance:\n",
+        "    elif state.settings.filter_zero_variance and state.step < 0:\n",
     ),
     Mutant(
         "attempts are not counted",
@@ -274,7 +275,7 @@ MUTANTS = (
     Mutant(
         "a batch that an earlier coordinator granted is not believed",
         "batch_desk.py",
-        "group_id in mine or group.state is GroupState.BUFFERED",
+        "group_id in mine or group.state in _TRAINABLE",
         "group_id in mine",
     ),
     Mutant(
@@ -325,5 +326,56 @@ MUTANTS = (
         '            self._tell_end(group, "trained", "", self.told_step)\n',
         "            pass\n",
         scenario="storm",
+    ),
+    Mutant(
+        "what is to be audited is trained meanwhile",
+        "admission.py",
+        "    state.book.await_audit(group)\n",
+        "    state.book.admit(group)\n",
+        scenario="lying",
+    ),
+    Mutant(
+        "a refuted group is trained",
+        "audit_desk.py",
+        '        if verdict == "refuted":\n',
+        '        if verdict == "never":\n',
+        scenario="lying",
+    ),
+    Mutant(
+        "a worker audits its own groups",
+        "audit_desk.py",
+        "able = [p for p in auditors if p != audit.worker and p not in audit.tried and free[p] > 0]",
+        "able = [p for p in auditors if p not in audit.tried and free[p] > 0]",
+        scenario="lying",
+    ),
+    Mutant(
+        "what a quarantined worker delivered before stays in the buffer",
+        "audit_desk.py",
+        '            state.withdraw(group, f"{peer} is quarantined: {reason}")\n',
+        "            pass\n",
+        scenario="lying",
+    ),
+    Mutant(
+        "one odd observation is enough",
+        "suspicion.py",
+        "if value < self.rule.needed or not observation.is_odd:",
+        "if not self.rule.needed or not observation.is_odd:",
+        scenario="lying",
+    ),
+    Mutant(
+        "the ledger forgets who is quarantined",
+        "database.py",
+        'self._fact(QUARANTINED, {}) | {fields["worker"]: told}',
+        "self._fact(QUARANTINED, {})",
+        scenario="lying",
+        package="ledger",
+    ),
+    Mutant(
+        "the ledger keeps a result that was withdrawn",
+        "database.py",
+        '"UPDATE groups SET segment = NULL, lease = NULL "',
+        '"UPDATE groups SET told = told "',
+        scenario="lying",
+        package="ledger",
     ),
 )

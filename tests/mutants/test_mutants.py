@@ -89,7 +89,10 @@ def test_the_simulation_finds(
         f"{seeds} seeds of {mutant.scenario} did not find it:\n{played.stdout[-500:]}"
         f"{played.stderr[-2000:]}"
     )
-    assert f"again: python -m echo2.sim {mutant.scenario} --seed" in played.stdout
+    again = f"again: python -m echo2.sim {mutant.scenario} --seed "
+    assert again in played.stdout
+    seed = int(played.stdout.split(again)[1].split()[0])
+    print(f"\n{mutant.name}: {seed + 1} seeds of {mutant.scenario}")  # `pytest -s` shows it
 
 
 @pytest.mark.parametrize("scenario", sorted({mutant.scenario for mutant in MUTANTS}))

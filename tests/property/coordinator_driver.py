@@ -12,13 +12,14 @@ from hypothesis import note
 from hypothesis.stateful import RuleBasedStateMachine
 
 from echo2.core.coordinator import CoordinatorState
-from echo2.core.effects import Effect, Persist, Send
+from echo2.core.effects import Effect, OrderAudit, Persist, Send
 from echo2.core.events import Event, Persisted, Received, Tick
-from echo2.core.group import GroupState
+from echo2.core.group import WITH_RESULT, GroupState
 from echo2.core.settings import CoordinatorSettings
 from echo2.errors import RemoteProtocolError
 from echo2.messages import (
     PROTOCOL,
+    AuditDone,
     BatchGranted,
     BatchRequest,
     CheckpointSaved,
@@ -35,6 +36,7 @@ from echo2.messages import (
     VersionPublished,
     WorkerHello,
 )
+from echo2.sim.books import truth_of
 from echo2.sim.invariants import Invariants
 from echo2.sim.learner import digest_of
 from echo2.types import GroupId, LeaseId, PeerId, Span, Task, TrajectoryHeader, Version
@@ -42,7 +44,10 @@ from echo2.types import GroupId, LeaseId, PeerId, Span, Task, TrajectoryHeader, 
 WORKERS = [PeerId("w0"), PeerId("w1"), PeerId("w2")]
 LEARNERS = [PeerId("learner"), PeerId("learner-2")]
 NUM_TOKENS = 4
-PARTS = ("durable", "tasks", "publish", "install", "results", "batch", "complete", "checkpoint")
+PARTS = (
+    *("durable", "tasks", "publish", "install", "results", "audits", "batch"),
+    *("complete", "checkpoint"),
+)
 
 
 def a_result(
@@ -51,8 +56,10 @@ def a_result(
     *,
     rewards: tuple[float, ...] = (0.0, 1.0),
     extra: int = 0,
+    lies: bool = False,
 ) -> GroupResult:
-    """A group sampled by `versions`, one after the other, in equal parts."""
+    """A group sampled by `versions`, one after the other, in equal parts. The last token of each
+    trajectory is what it is worth, which is not what is claimed if it `lies`."""
     size = granted.group_size + extra
     cuts = [1 + NUM_TOKENS * i // len(versions) for i in range(len(versions) + 1)]
     spans = tuple(Span(v, cuts[i], cuts[i + 1]) for i, v in enumerate(versions))
@@ -68,7 +75,10 @@ def a_result(
         trajectories=trajectories,
         generate_s=1.0,
         environment_s=0.0,
-        token_ids=bytes(4 * total),
+        token_ids=b"".join(
+            bytes(4 * NUM_TOKENS) + int(t.reward != float(lies)).to_bytes(4, "little")
+            for t in trajectories
+        ),
         logprobs=bytes(4 * total),
         loss_mask=bytes(total),
     )
@@ -81,7 +91,7 @@ def recount(core: CoordinatorState) -> None:
     out: Counter[int] = Counter()
     buffered: dict[int, set[str]] = {}
     for group in book.groups.values():
-        if group.state in (GroupState.LEASED, GroupState.STORING, GroupState.BUFFERED):
+        if group.state in (GroupState.LEASED, *WITH_RESULT):
             expiry = book.expiry(group)
             held[expiry] += 1
             if group.state is GroupState.BUFFERED:
@@ -125,11 +135,12 @@ class Driver(RuleBasedStateMachine):
         self.num_hellos = 0
         self.ending = False
         self.last_hello: tuple[PeerId, LearnerHello] | None = None
+        self.orders: list[OrderAudit] = []
 
     def start(self, run_settings: CoordinatorSettings) -> None:
         self.run_settings = run_settings
         self.core = CoordinatorState(run_settings)
-        self.checker = Invariants(run_settings)
+        self.checker = Invariants(run_settings, frozenset(WORKERS))
         self.feed(Tick())
 
     def feed(self, event: Event) -> None:
@@ -167,6 +178,8 @@ class Driver(RuleBasedStateMachine):
         match effect:
             case Persist(record_id):
                 self.pending.append(record_id)
+            case OrderAudit():
+                self.orders.append(effect)
             case Send(peer, LeaseGranted() as granted):
                 self.granted.append((peer, granted))
             case Send(peer, VersionAnnounced() as announced):
@@ -219,6 +232,8 @@ class Driver(RuleBasedStateMachine):
             self.receive(peer, result)
         if "durable" in parts:
             self.persist_all()
+        while self.orders and "audits" in parts:
+            self.answer(self.orders.pop())
         if "batch" in parts:
             self.ask_batch()
         if "complete" in parts and self.batch is not None:
@@ -227,6 +242,12 @@ class Driver(RuleBasedStateMachine):
             self.persist_all()
         if "checkpoint" in parts:
             self.save_checkpoint(keep=3)
+
+    def answer(self, order: OrderAudit) -> None:
+        """The truth, as the tokens have it."""
+        rewards = truth_of(order.result.payload)
+        message = AuditDone(lease=order.result.lease, group=order.group, rewards=rewards)
+        self.receive(order.peer, message)
 
     # ------------------------------------------------------------------------- workers
 
@@ -244,6 +265,7 @@ class Driver(RuleBasedStateMachine):
                 slots=slots,
                 held=held,
                 installed=self.installed.get(peer),
+                replays=True,
             ),
         )
 
@@ -297,7 +319,7 @@ class Driver(RuleBasedStateMachine):
                 groups=(self.batch and self.batch.groups) or (GroupId("g0"),),
                 train_s=1.0,
                 wait_s=0.0,
-                mismatch={"w0": 0.1},
+                mismatch=(),
             ),
         )
 

@@ -15,11 +15,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from echo2.core.events import Persisted, Tick
-from echo2.core.settings import CoordinatorSettings
+from echo2.core.events import PardonRequested, Persisted, Tick
+from echo2.core.settings import AuditSettings, CoordinatorSettings
 from echo2.core.status import status
 from echo2.messages import (
     PROTOCOL,
+    AuditFailed,
     BatchRequest,
     Draining,
     EvalRequest,
@@ -50,6 +51,7 @@ class Coordinator(Driver):
         filtered=st.booleans(),
         lead=st.sampled_from([None, 0.0, 4.0]),
         partial=st.sampled_from(["train", "drop"]),
+        share=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
         warm=st.booleans(),
     )
     def begin(
@@ -63,6 +65,7 @@ class Coordinator(Driver):
         filtered: bool,
         lead: float | None,
         partial: Any,
+        share: float,
         warm: bool,
     ) -> None:
         run_settings = CoordinatorSettings(
@@ -78,6 +81,9 @@ class Coordinator(Driver):
             partial_batch=partial,
             no_worker_timeout_s=1e8,
             learner_timeout_s=1e8,
+            audit=AuditSettings(
+                share=share, workers=(WORKERS[0], WORKERS[2]), key=b"k", in_flight_max=2
+            ),
         )
         self.start(run_settings)
         if warm:
@@ -151,15 +157,24 @@ class Coordinator(Driver):
             self.receive(peer, Goodbye(reason="killed"))
 
     @precondition(lambda self: self.granted)
-    @rule(place=places, recent=st.booleans(), flips=st.integers(0, 2), equal=st.booleans())
-    def a_result_arrives(self, place: int, recent: bool, flips: int, equal: bool) -> None:
+    @rule(
+        place=places,
+        recent=st.booleans(),
+        flips=st.integers(0, 2),
+        equal=st.booleans(),
+        lies=st.booleans(),
+    )
+    def a_result_arrives(
+        self, place: int, recent: bool, flips: int, equal: bool, lies: bool
+    ) -> None:
         """Of any lease ever granted, revoked or not; sampled by the version that it names
         and by those that were published after it."""
         pool = self.granted[-4:] if recent else self.granted
         peer, granted = pool[place % len(pool)]
         later = [v for v in self.core.state.lineage.published if v > granted.version]
         versions = (granted.version, *later[:flips])
-        result = a_result(granted, versions, rewards=(1.0,) if equal else (0.0, 1.0))
+        rewards = (1.0,) if equal else (0.0, 1.0)
+        result = a_result(granted, versions, rewards=rewards, lies=lies)
         self.sent.append((peer, result))
         self.receive(peer, result)
 
@@ -188,6 +203,29 @@ class Coordinator(Driver):
         self.receive(
             peer, LeaseFailed(lease=granted.lease, group=granted.group, stage=stage, text="no")
         )
+
+    # -------------------------------------------------------------------------- audits
+
+    @precondition(lambda self: self.orders)
+    @rule(place=places, keep=st.booleans())
+    def an_audit_is_answered(self, place: int, keep: bool) -> None:
+        """Perhaps once more later."""
+        order = self.orders[place % len(self.orders)]
+        if not keep:
+            self.orders.remove(order)
+        self.answer(order)
+
+    @precondition(lambda self: self.orders)
+    @rule(place=places, peer=workers)
+    def an_audit_fails_or_is_answered_by_another(self, place: int, peer: PeerId) -> None:
+        order = self.orders[place % len(self.orders)]
+        self.receive(
+            peer, AuditFailed(lease=order.result.lease, group=order.group, text="it cannot say")
+        )
+
+    @rule(peer=workers)
+    def the_operator_pardons(self, peer: PeerId) -> None:
+        self.feed(PardonRequested(peer))
 
     # ------------------------------------------------------------------------- the clock
 
@@ -318,6 +356,8 @@ class Coordinator(Driver):
         if not hasattr(self, "core") or not self.running():
             return
         self.ending = True
+        for peer in WORKERS:
+            self.the_operator_pardons(peer)
         self.persist_all()
         self.now += 1e6
         self.offset = max(self.offset, 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import random
 import types
 import typing
 from typing import Annotated, Any, Literal
@@ -19,6 +20,9 @@ from echo2 import wire
 from echo2.errors import RemoteProtocolError
 from echo2.messages import MESSAGES, BatchGroup, Frame, GroupResult, Lane, Message, Role
 from echo2.types import Span, TrajectoryHeader, Version
+
+from ..security.decoder_target import decodes_or_is_refused
+from ..security.mutator import Mutator
 
 ASCII = st.characters(codec="ascii")
 RAW_MAX_BYTES = 64
@@ -159,22 +163,8 @@ PLAIN: st.SearchStrategy[Any] = st.recursive(
     | st.dictionaries(st.text() | st.binary(), inner, max_size=5),
     max_leaves=20,
 )  # fmt: skip
+MUTATOR = Mutator(random.Random(0))
 ROUTES = st.tuples(st.sampled_from(Lane), st.sampled_from(Role), st.sampled_from(Role))
-
-
-def decodes_or_is_refused(frames: list[bytes], route: tuple[Lane, Role, Role]) -> None:
-    lane, sender, receiver = route
-    try:
-        message = wire.decode(frames, lane=lane, sender=sender, receiver=receiver)
-    except RemoteProtocolError as refusal:
-        error = refusal
-    else:
-        assert type(message) in MESSAGES.values()
-        return
-    assert error.remote
-    assert error.reason.isidentifier()
-    assert str(error).isprintable()
-    assert len(str(error)) < 1000
 
 
 @settings(max_examples=150, deadline=None)
@@ -220,6 +210,18 @@ def test_a_valid_message_with_one_thing_changed_is_refused_or_valid(data: st.Dat
             return
     frames = [wire.pack([name, fields]), *raw]
     decodes_or_is_refused(frames, (cls.LANE, min(cls.SENDERS), min(cls.RECEIVERS)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(1, 6))
+def test_a_valid_message_with_several_things_changed_is_refused_or_valid(
+    rng: random.Random, num_changes: int
+) -> None:
+    MUTATOR.rng = rng
+    frames, route = MUTATOR.valid()
+    for _ in range(num_changes):
+        frames = MUTATOR.mutate(frames)
+    decodes_or_is_refused(frames, route)
 
 
 @settings(max_examples=100, deadline=None)

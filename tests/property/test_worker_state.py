@@ -82,6 +82,7 @@ class WorkerMachine(RuleBasedStateMachine):
         self.engine = "off"
         self.installing: events.Install | None = None
         self.serving: Version | None = None
+        self.served: set[Version] = set()
         self.canary_failed: set[Version] = set()
         # leases
         self.num_granted = 0
@@ -154,6 +155,8 @@ class WorkerMachine(RuleBasedStateMachine):
         assert self.hello_sent, "the hello is first"
         assert self.welcomed, "nothing but the hello before the welcome"
         match message:
+            case messages.VersionInstalled(past=True):
+                assert message.version in self.served
             case messages.VersionInstalled():
                 assert message.version == self.serving
             case messages.InstallFailed():
@@ -322,6 +325,7 @@ class WorkerMachine(RuleBasedStateMachine):
     def an_install_ends(self) -> None:
         assert self.installing is not None
         self.serving, self.installing = self.installing.announced.version, None
+        self.served.add(self.serving)
         self.feed(
             events.InstallDone(
                 epoch=self.epoch,

@@ -94,3 +94,12 @@ def test_an_unknown_kind_and_an_empty_storm_are_refused() -> None:
         Chaos(1, without=frozenset({"thunder"}))
     with pytest.raises(ConfigError, match="0 hours with 20 workers cannot be simulated"):
         Chaos(1, hours=0.0)
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_within_minutes_seeds_are_played_that_nobody_named(jobs: str) -> None:
+    asked = ["simulate", "--chaos", "--minutes", "0", "--jobs", jobs]
+    told = CliRunner().invoke(app, [*asked, "--hours", "0.005", "--workers", "2"])
+    assert told.exit_code == 0, told.output
+    played_seed = int(told.output.split(":")[0].removeprefix("seed "))
+    assert played_seed >= 10**6

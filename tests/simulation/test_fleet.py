@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -63,6 +64,36 @@ def test_workers_that_come_back_late_break_nothing(seed: int) -> None:
     outcome = play("silent", seed)
     assert outcome.finished
     assert outcome.ends["expired"] == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_liars_are_found_out_and_nobody_else(seed: int) -> None:
+    """That nobody honest is, and that nothing of theirs is trained afterwards, is checked after
+    every event."""
+    simulation = Simulation(SCENARIOS["lying"](seed))
+    simulation.run()
+    assert simulation.invariants.books.quarantined.keys() == simulation.scenario.liars.keys()
+
+
+def test_without_faults_a_liar_is_found_within_the_groups_that_the_documents_state() -> None:
+    """Wrong logprobs: 3 compared groups of 64 tokens each. Inflated rewards: 2 audited groups."""
+    seeds = [s for s in range(30) if not SCENARIOS["lying"](s).faults.until_s]
+    assert len(seeds) >= 5
+    for seed in seeds:
+        simulation = Simulation(SCENARIOS["lying"](seed))
+        told: list[dict[str, Any]] = []
+        simulation.ledger.observe = (  # type: ignore[method-assign]
+            lambda event, fields, told=told: told.append({"event": event, **fields})
+        )
+        simulation.run()
+        by_cause = {e["cause"]: e for e in told if e["event"] == "worker_quarantined"}
+        assert by_cause["rewards"]["worker"] == "w0"
+        assert len(by_cause["rewards"]["evidence"]) == 2
+        assert by_cause["mismatch"]["worker"] == "w1"
+        odd = by_cause["mismatch"]["evidence"]
+        # The third is enough, once groups of other workers were compared.
+        assert len(odd) == 3 or odd[2]["centre"] is None
+        assert len([each for each in odd if each["centre"] is not None]) <= 3
 
 
 @pytest.mark.parametrize("seed", range(15))

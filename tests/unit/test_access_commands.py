@@ -11,9 +11,12 @@ import pytest
 from echo2.commands.run_folder import RunFolder
 from echo2.commands.token import seconds
 from echo2.errors import ConfigError
+from echo2.ledger.database import Database
+from echo2.ledger.durable import FILE
 from echo2.net.join_token import JoinToken
 from echo2.net.keys import AllowList, KeyPair, load_or_create_key
 from echo2.net.token_book import TokenBook
+from echo2.pardons import read_pardons
 
 from .command_line import Echo2
 
@@ -281,3 +284,39 @@ def test_a_run_folder_is_enough_once_it_was_started(echo2: Echo2, run: tuple[Pat
     answer = echo2("keys", "list")
     assert answer.code == 2
     assert "give the CONFIG of the run, or its folder" in answer.err
+
+
+# ------------------------------------------------------------------------- keys pardon
+
+
+def quarantined(folder: Path, *names: str) -> None:
+    """A run's ledger that has these workers in quarantine."""
+    folder.mkdir(exist_ok=True)
+    database = Database(folder / FILE)
+    with database.transaction():
+        for name in names:
+            told = {"cause": "rewards", "reason": "2 of its groups were refuted", "step": 7}
+            database.observe("worker_quarantined", {"worker": name, "in_training": [], **told}, 0)
+    database.close()
+
+
+def test_a_pardon_is_left_for_the_coordinator(echo2: Echo2, run: tuple[Path, Path]) -> None:
+    config, folder = run
+    quarantined(folder, "w-1", "w-2")
+    answer = echo2("keys", "pardon", "w-1", config, "--run-dir", folder)
+    assert answer.code == 0, answer.err
+    assert answer.out.startswith("w-1 is pardoned; a coordinator that runs takes it up within a")
+    assert "since step 7: 2 of its groups were refuted" in answer.out
+    assert read_pardons(folder) == ["w-1"]
+
+
+def test_who_is_not_quarantined_cannot_be_pardoned(echo2: Echo2, run: tuple[Path, Path]) -> None:
+    config, folder = run
+    answer = echo2("keys", "pardon", "w-1", config, "--run-dir", folder)
+    assert answer.code == 1
+    assert "w-1 is not quarantined in" in answer.err
+    assert "quarantined are: nobody" in answer.err
+    quarantined(folder, "w-2")
+    assert "quarantined are: w-2" in echo2("keys", "pardon", "w-1", config, "--run-dir", folder).err
+    assert read_pardons(folder) == []
+    assert echo2("keys", "pardon", "../x", config, "--run-dir", folder).code == 2

@@ -153,6 +153,17 @@ def test_a_rule_is_not_told_about_a_value_that_is_wrong_itself() -> None:
             "environment.settings.when[0] = 2020-01-01 (date) cannot travel",
         ),
         (
+            {"audit": {"share": 0.1}},
+            "audit.share: 0.1 of the groups would be audited by nobody; name trusted workers in",
+        ),
+        (
+            {
+                "audit": {"share": 0.1, "workers": ["w"]},
+                "environment": {"name": "verifiers:gsm8k"},
+            },
+            "audit.share: groups of 'verifiers:gsm8k' cannot be audited",
+        ),
+        (
             {"environment": {"settings": {"rate": float("nan")}}},
             "environment.settings.rate = nan cannot travel",
         ),
@@ -175,6 +186,7 @@ def test_a_combination_that_cannot_work_is_refused_with_its_reason(
         {"http": {"host": "192.0.2.7", "enabled": False}},
         {"net": {"host": "::1", "curve": False}},
         {"net": {"host": "localhost", "curve": False}},
+        {"audit": {"share": 1.0, "workers": ["w-1"]}},
     ],
 )
 def test_what_is_just_allowed_is_allowed(tables: dict[str, Any]) -> None:

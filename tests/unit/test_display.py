@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from typing import Any
 
 import pytest
@@ -36,7 +37,16 @@ STATUS: dict[str, Any] = {
     "leases": 9,
     "groups": {"trained": 1312, "expired": 0, "failed": 2, "filtered": 0, "cancelled": 0},
     "versions": {"published": "1.41", "digest": "ab" * 32},
-    "waits": ["step 41 waits for groups: 12 of 32 admissible"],
+    "waits": [
+        {
+            "wait": "batch",
+            "owner": "coordinator",
+            "text": "step 41 waits for groups: 12 of 32 admissible",
+            "since_s": 3.0,
+            "ends_in_s": 57.0,
+            "then": "its lease on w-1 is given to another",
+        }
+    ],
     "cost_usd": 0.0123,
     "tokens_per_s": 1234.5,
     "loop_lag_s": 0.001,
@@ -145,3 +155,30 @@ def test_numbers_have_three_digits(value: object, shown: str) -> None:
 
 def test_durations_are_minutes_or_hours() -> None:
     assert [duration(s) for s in (5, 65, 3665)] == ["0:05", "1:05", "1:01:05"]
+
+
+def test_a_plain_display_tells_of_a_wait_that_lasts_once_per_change(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    display, view = PlainDisplay(), RunView("quickstart", 200)
+    wait = {"wait": "learner", "owner": "coordinator", "text": "no learner", "then": "it ends"}
+
+    def shown(text: str, since_s: float) -> list[str]:
+        view.status = {"waits": [wait | {"text": text, "since_s": since_s, "ends_in_s": 5.0}]}
+        display.update(view)
+        clock[0] += 1.0
+        return capsys.readouterr().out.splitlines()
+
+    assert shown("no learner", 9.0) == []
+    assert shown("no learner", 10.0) == [
+        "waits: no learner, since 10 s  (coordinator: it ends in 5 s)"
+    ]
+    assert shown("no learner", 11.0) == []
+    assert shown("it is silent", 12.0) == [], "not so soon"
+    clock[0] += 10.0
+    assert len(shown("it is silent", 22.0)) == 1
+    view.status = {}
+    display.update(view)
+    assert len(shown("no learner", 10.0)) == 1, "another one"

@@ -23,6 +23,23 @@ def a_broadcast(version: str, **changes: Any) -> dict[str, Any]:
     }
 
 
+def test_a_wait_is_told_with_its_age_its_owner_and_what_ends_it() -> None:
+    wait = {
+        "wait": "worker w-1",
+        "owner": "coordinator",
+        "text": "worker w-1 is silent",
+        "since_s": 9.6,
+        "ends_in_s": 5.4,
+        "then": "its leases are given to others",
+    }
+    assert (
+        "waits     worker w-1 is silent, since 10 s  "
+        "(coordinator: its leases are given to others in 5 s)"
+    ) in told({"waits": [wait]})
+    (line,) = [x for x in told({"waits": [wait | {"ends_in_s": None}]}) if "waits" in x]
+    assert line.endswith("(coordinator: its leases are given to others)")
+
+
 def test_an_empty_status_has_no_lines_of_relays() -> None:
     lines = told({})
     assert not [line for line in lines if line.startswith(("relay", "link", "t_bcast", "worker"))]

@@ -352,3 +352,13 @@ def test_a_reward_whose_square_would_overflow_is_refused() -> None:
                 "spans": ({"version": {"incarnation": 1, "step": 0}, "start": 0, "end": 1},),
             }
         )
+
+
+def test_a_message_that_may_not_come_here_costs_no_codec() -> None:
+    """Making one takes up to 50 ms, and a peer can name them all."""
+    frames = wire.encode(LearnerHeartbeat(incarnation=1, sequence=1, state=""))
+    wire._codec_named.cache_clear()
+    with pytest.raises(RemoteProtocolError) as refusal:
+        wire.decode(frames, lane=Lane.CONTROL, sender=Role.WORKER, receiver=Role.COORDINATOR)
+    assert refusal.value.reason == "wrong_sender"
+    assert wire._codec_named.cache_info().currsize == 0

@@ -8,23 +8,12 @@ explains. It catches what digests cannot: a stale tied head, a wrong dtype, a br
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
+from echo2.core.precision import TOLERANCES
 from echo2.errors import WeightsError
 from echo2_workers.engine import Logprobs, Tokens
-
-TOLERANCES: Final = {
-    "float32": 1e-4,
-    "bfloat16": 5e-2,
-    "fp8": 1e-1,
-    "int8": 1e-1,
-    "int4": 3e-1,
-    "none": float("inf"),
-}
-"""Largest mean |logprob difference| by the precision in which the engine computes. A stale
-head or a wrong tensor is off by more than 1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,17 +25,20 @@ import structlog
 import uvloop
 
 from echo2.config import Config, load_config
+from echo2.config_vllm import precision_of
 from echo2.core import worker_events as events
 from echo2.core.worker import WorkerState
 from echo2.errors import ConfigError, Echo2Error, EngineError, RemoteProtocolError
 from echo2.logs import setup_logging
 from echo2.messages import Message
+from echo2.net.descriptors import raise_descriptor_limit
 from echo2.net.sockets import close_context, make_context
 from echo2.net.tasks import Backoff, LoopLag, OwnedTasks
+from echo2_workers.audits import Audits
 from echo2_workers.canary import tolerance_of
 from echo2_workers.downloads import Downloads
 from echo2_workers.engine_process import EngineHandle, InstallOrder
-from echo2_workers.environment import BUILTIN, add_import_paths, environment_version
+from echo2_workers.environment import BUILTIN, About, about_environment, add_import_paths
 from echo2_workers.environment_pool import describe_environment
 from echo2_workers.groups import Groups
 from echo2_workers.identity import Identity, claim_identity
@@ -46,7 +49,6 @@ from echo2_workers.parts import (
     make_engine,
     make_environments,
     make_model_folder,
-    precision_of,
     relay_bind,
     settings_of,
 )
@@ -73,6 +75,7 @@ def main(config_path: Path | str, run_dir: Path | None, name: str, overrides: Se
 def serve(config: Config, run_dir: Path, identity: Identity, import_paths: Sequence[Path]) -> int:
     """What `main` does once it is known who this worker is. Releases `identity`."""
     add_import_paths(*import_paths)
+    raise_descriptor_limit()
     try:
         return uvloop.run(_run(config, run_dir.absolute(), identity, import_paths))
     finally:
@@ -84,14 +87,14 @@ async def _run(
 ) -> int:
     with structlog.contextvars.bound_contextvars(worker=identity.name):
         if config.worker.engine == "none":
-            version = ""  # it plays nothing, so the environment need not be installed
+            about = About("")  # it plays nothing, so the environment need not be installed
         elif config.environment.name in BUILTIN:
-            version = environment_version(config.environment.name)
+            about = about_environment(config.environment.name)
         else:
-            version = await describe_environment(
+            about = await describe_environment(
                 config.environment.name, folder=identity.folder, import_paths=import_paths
             )
-        daemon = WorkerDaemon(config, run_dir, identity, version, import_paths)
+        daemon = WorkerDaemon(config, run_dir, identity, about, import_paths)
         return await daemon.run()
 
 
@@ -101,12 +104,12 @@ class WorkerDaemon:
         config: Config,
         run_dir: Path,
         identity: Identity,
-        environment_version: str,
+        about: About,
         import_paths: Sequence[Path],
     ) -> None:
         self._config = config
         self._identity = identity
-        self._settings = settings_of(config, identity.name, environment_version)
+        self._settings = settings_of(config, identity.name, about)
         self._core = WorkerState(self._settings)
         self._events: deque[events.Event] = deque()
         self._handling = False
@@ -144,6 +147,11 @@ class WorkerDaemon:
         self._groups = Groups(
             self._environments,
             engine=self._live_engine,
+            rollout_timeout_s=config.environment.rollout_timeout_s,
+            post=self._post,
+        )
+        self._audits = Audits(
+            self._environments,
             rollout_timeout_s=config.environment.rollout_timeout_s,
             post=self._post,
         )
@@ -213,6 +221,7 @@ class WorkerDaemon:
                 stack.push_async_callback(self._engine.stop)
             stack.push_async_callback(self._environments.stop)
             stack.push_async_callback(self._groups.stop)
+            stack.push_async_callback(self._audits.stop)
             stack.push_async_callback(self._tasks.stop)
             stack.push_async_callback(self._links.close, flush_s=FLUSH_S)
 
@@ -279,6 +288,8 @@ class WorkerDaemon:
                 self._downloads.keep(manifest_digests)
             case events.StartGroup(granted):
                 self._groups.start(granted)
+            case events.StartAudit(order):
+                self._audits.start(order)
             case events.AbortGroup(lease, reason):
                 log.info("group_aborted", lease=lease, reason=reason)
                 self._groups.abort(lease)

@@ -18,6 +18,10 @@ of split "eval" are held out from those of "train".
 A constructor that has a parameter `assets` is given the folder of the run's assets
 (tokenizer, task data), or None while there are none. The class, not only the instance, must
 have `version`: a worker tells it before the run's settings are known.
+
+A class with `replays = True` promises that a rollout is a function of its task and of what the
+policy says, and adds at least one token between two turns: then its rewards can be recomputed
+from the tokens, by an auditor (`echo2_workers.replaying`).
 """
 
 from __future__ import annotations
@@ -234,6 +238,29 @@ def _imported(name: str, path: str) -> Callable[..., Environment]:
             f"configuration, the current folder or the installed packages"
         ) from error
     return cast("Callable[..., Environment]", found_class)
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What is told of an environment before it is made."""
+
+    version: str
+    replays: bool = False
+
+
+def about_environment(name: str) -> About:
+    """`version` and `replays` of an environment's class. Raises ConfigError as
+    `environment_version` does, and for a `replays` that is neither true nor false."""
+    version = environment_version(name)
+    found = find_environment(name)
+    made_of = found.func if isinstance(found, functools.partial) else found
+    replays = getattr(made_of, "replays", False)
+    if not isinstance(replays, bool):
+        raise ConfigError(
+            f"environment.name = {name!r}: the class has replays = {replays!r}; it must be True or "
+            "False (may its rewards be recomputed from the tokens?)"
+        )
+    return About(version, replays)
 
 
 def environment_version(name: str) -> str:

@@ -3,10 +3,12 @@
 Started by `environment_pool` through `echo2.net.pipe`; ends with its parent. User code runs
 here and nowhere else. Messages (header `op`; frames in brackets):
 
-    to the child    describe {name}                 -> described {version} | failed {text}
+    to the child    describe {name}                 -> described {version, replays} | failed {text}
                     load {name, settings, assets}   -> loaded | failed {text}
                     run {group, task, size, sampling, seed}
                                    -> played {...} [tokens, logprobs, masks] | broken {text}
+                    replay {group, task, sampling, trajectories} [tokens, masks]
+                                   -> replayed {group, rewards, problem} | broken {text}
                     cancel {group}                  -> cancelled {group}
                     generated {call, finish, spans} [tokens, logprobs] | {call, error}
                     ping {}                         -> pong {}
@@ -19,6 +21,7 @@ import asyncio
 import itertools
 import json
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +40,13 @@ from echo2_workers.engine import (
 )
 from echo2_workers.environment import (
     Environment,
+    about_environment,
     add_import_paths,
-    environment_version,
     load_environment,
 )
 from echo2_workers.marker import Marker, current_group, mark_tasks
 from echo2_workers.playing import GroupJob, GroupPlayed, play_group, told
+from echo2_workers.replaying import ReplayJob, replay_group
 
 
 class EnvironmentHost:
@@ -63,7 +67,10 @@ class EnvironmentHost:
                 case "generated":
                     self._take_generated(header, frames)
                 case "run":
-                    self._run(header)
+                    self._run(header["group"], self._play(header["group"], header))
+                case "replay":
+                    job = replay_from_plain(header, frames)
+                    self._run(header["group"], self._replay(header["group"], job))
                 case "cancel":
                     await self._cancel(header["group"])
                 case "ping":
@@ -75,11 +82,13 @@ class EnvironmentHost:
 
     async def _describe(self, name: str) -> None:
         try:
-            version = environment_version(name)
+            about = about_environment(name)
         except ConfigError as error:
             await self._pipe.send({"op": "failed", "text": str(error)})
         else:
-            await self._pipe.send({"op": "described", "version": version})
+            await self._pipe.send(
+                {"op": "described", "version": about.version, "replays": about.replays}
+            )
 
     async def _load(self, header: dict[str, Any]) -> None:
         assets = Path(header["assets"]) if header["assets"] else None
@@ -92,11 +101,10 @@ class EnvironmentHost:
         else:
             await self._pipe.send({"op": "loaded"})
 
-    def _run(self, header: dict[str, Any]) -> None:
-        group = header["group"]
+    def _run(self, group: int, playing: Coroutine[Any, Any, None]) -> None:
         token = current_group.set(group)
         try:
-            task = asyncio.get_running_loop().create_task(self._play(group, header))
+            task = asyncio.get_running_loop().create_task(playing)
         finally:
             current_group.reset(token)
         self._groups[group] = task
@@ -125,6 +133,16 @@ class EnvironmentHost:
         else:
             header, frames = played_to_plain(played)
             await self._pipe.send({"op": "played", "group": group, **header}, frames)
+
+    async def _replay(self, group: int, job: ReplayJob) -> None:
+        assert self._environment is not None
+        try:
+            replayed = await replay_group(self._environment, job)
+        except EnvironmentError_ as error:
+            await self._pipe.send({"op": "broken", "group": group, "text": str(error)})
+        else:
+            answer = {"rewards": list(replayed.rewards), "problem": replayed.problem}
+            await self._pipe.send({"op": "replayed", "group": group, **answer})
 
     async def _cancel(self, group: int) -> None:
         """Answered when the group's code has really ended; the parent limits that time."""
@@ -190,7 +208,27 @@ def generated_from_plain(header: dict[str, Any], frames: list[bytes]) -> Generat
 
 
 def played_to_plain(played: GroupPlayed) -> tuple[dict[str, Any], list[bytes]]:
-    rows = [
+    header = {
+        "trajectories": _rows(played.trajectories),
+        "generate_s": played.generate_s,
+        "environment_s": played.environment_s,
+    }
+    return header, [played.token_ids, played.logprobs, played.loss_mask]
+
+
+def played_from_plain(header: dict[str, Any], frames: list[bytes]) -> GroupPlayed:
+    return GroupPlayed(
+        trajectories=_headers(header["trajectories"]),
+        token_ids=frames[0],
+        logprobs=frames[1],
+        loss_mask=frames[2],
+        generate_s=header["generate_s"],
+        environment_s=header["environment_s"],
+    )
+
+
+def _rows(trajectories: tuple[TrajectoryHeader, ...]) -> list[list[Any]]:
+    return [
         [
             each.length,
             each.prompt_length,
@@ -200,37 +238,42 @@ def played_to_plain(played: GroupPlayed) -> tuple[dict[str, Any], list[bytes]]:
             each.num_turns,
             spans_to_plain(each.spans),
         ]
-        for each in played.trajectories
+        for each in trajectories
     ]
+
+
+def _headers(rows: list[list[Any]]) -> tuple[TrajectoryHeader, ...]:
+    return tuple(
+        TrajectoryHeader(
+            length=length,
+            prompt_length=prompt_length,
+            num_sampled=num_sampled,
+            reward=reward,
+            finish=finish,
+            num_turns=num_turns,
+            spans=spans_from_plain(spans),
+        )
+        for length, prompt_length, num_sampled, reward, finish, num_turns, spans in rows
+    )
+
+
+def replay_to_plain(job: ReplayJob) -> tuple[dict[str, Any], list[bytes]]:
     header = {
-        "trajectories": rows,
-        "generate_s": played.generate_s,
-        "environment_s": played.environment_s,
+        "task": [job.task.index, job.task.payload],
+        "sampling": [job.sampling.temperature, job.sampling.top_p, job.sampling.max_tokens],
+        "trajectories": _rows(job.trajectories),
     }
-    return header, [played.token_ids, played.logprobs, played.loss_mask]
+    return header, [job.token_ids, job.loss_mask]
 
 
-def played_from_plain(header: dict[str, Any], frames: list[bytes]) -> GroupPlayed:
-    return GroupPlayed(
-        trajectories=tuple(
-            TrajectoryHeader(
-                length=length,
-                prompt_length=prompt_length,
-                num_sampled=num_sampled,
-                reward=reward,
-                finish=finish,
-                num_turns=num_turns,
-                spans=spans_from_plain(spans),
-            )
-            for length, prompt_length, num_sampled, reward, finish, num_turns, spans in header[
-                "trajectories"
-            ]
-        ),
+def replay_from_plain(header: dict[str, Any], frames: list[bytes]) -> ReplayJob:
+    index, payload = header["task"]
+    return ReplayJob(
+        task=Task(index, payload),
+        sampling=Sampling(*header["sampling"]),
+        trajectories=_headers(header["trajectories"]),
         token_ids=frames[0],
-        logprobs=frames[1],
-        loss_mask=frames[2],
-        generate_s=header["generate_s"],
-        environment_s=header["environment_s"],
+        loss_mask=frames[1],
     )
 
 

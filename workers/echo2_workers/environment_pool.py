@@ -15,17 +15,20 @@ from pathlib import Path
 from echo2.errors import ConfigError
 from echo2.net.pipe import spawn
 from echo2.net.tasks import OwnedTasks
+from echo2_workers.environment import About
 from echo2_workers.environment_process import (
     HOST,
     START_TIMEOUT_S,
     EnvironmentSlot,
     HostedGroup,
+    no_engine,
 )
 from echo2_workers.playing import GenerateCall, GroupJob, GroupPlayed
+from echo2_workers.replaying import GroupReplayed, ReplayJob
 
 
-async def describe_environment(name: str, *, folder: Path, import_paths: Sequence[Path]) -> str:
-    """The version of an environment, imported in a process of its own. ConfigError."""
+async def describe_environment(name: str, *, folder: Path, import_paths: Sequence[Path]) -> About:
+    """What an environment's class says, imported in a process of its own. ConfigError."""
     marker = folder / "environment-describe.marker"
     child = await spawn(HOST, [str(marker), *map(str, import_paths)])
     try:
@@ -45,7 +48,7 @@ async def describe_environment(name: str, *, folder: Path, import_paths: Sequenc
     header, _ = received
     if header["op"] == "failed":
         raise ConfigError(header["text"])
-    return str(header["version"])
+    return About(str(header["version"]), bool(header["replays"]))
 
 
 class EnvironmentPool:
@@ -83,8 +86,19 @@ class EnvironmentPool:
 
     async def run_group(self, job: GroupJob, generate: GenerateCall) -> GroupPlayed:
         """Play a group. Raises EnvironmentError_, or EngineError when `generate` did."""
-        slot = min(self._slots, key=lambda slot: len(slot.groups))
-        return await slot.run(HostedGroup(next(self._numbers), job, generate))
+        group = HostedGroup(next(self._numbers), job, generate)
+        played = await self._least_busy().run(group)
+        assert isinstance(played, GroupPlayed)
+        return played
+
+    async def replay_group(self, job: ReplayJob) -> GroupReplayed:
+        """Play a group again from its tokens. Raises EnvironmentError_."""
+        replayed = await self._least_busy().run(HostedGroup(next(self._numbers), job, no_engine))
+        assert isinstance(replayed, GroupReplayed)
+        return replayed
+
+    def _least_busy(self) -> EnvironmentSlot:
+        return min(self._slots, key=lambda slot: len(slot.groups))
 
     async def stop(self) -> None:
         await self._tasks.stop()

@@ -21,10 +21,15 @@ import structlog
 from echo2.errors import ConfigError, Echo2Error, EngineError, EnvironmentError_
 from echo2.net.pipe import ChildProcess, PipeBrokenError, spawn
 from echo2.types import Sampling
-from echo2_workers.engine import GenerateRequest, RequestError
-from echo2_workers.environment_host import generated_to_plain, played_from_plain
+from echo2_workers.engine import Generated, GenerateRequest, RequestError
+from echo2_workers.environment_host import (
+    generated_to_plain,
+    played_from_plain,
+    replay_to_plain,
+)
 from echo2_workers.marker import Marker
 from echo2_workers.playing import GenerateCall, GroupJob, GroupPlayed
+from echo2_workers.replaying import GroupReplayed, ReplayJob
 
 log = structlog.get_logger(__name__)
 
@@ -45,9 +50,9 @@ class HostedGroup:
     """A group in a process; it stays there until the process answered or is gone."""
 
     number: int
-    job: GroupJob
+    job: GroupJob | ReplayJob
     generate: GenerateCall
-    result: asyncio.Future[GroupPlayed] = field(
+    result: asyncio.Future[GroupPlayed | GroupReplayed] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     calls: set[asyncio.Task[None]] = field(default_factory=set)
@@ -61,6 +66,11 @@ class HostedGroup:
     def cancel_calls(self) -> None:
         for call in self.calls:
             call.cancel()
+
+
+async def no_engine(request: GenerateRequest) -> Generated:
+    """The engine of a replay, which answers from the transcript."""
+    raise EngineError("a replay asks no engine")
 
 
 class _EndedError(Exception):
@@ -103,7 +113,7 @@ class EnvironmentSlot:
         if self._fatal is not None:
             raise self._fatal
 
-    async def run(self, group: HostedGroup) -> GroupPlayed:
+    async def run(self, group: HostedGroup) -> GroupPlayed | GroupReplayed:
         self.groups[group.number] = group
         if self._child is not None:
             self._send_run(self._child, group)
@@ -283,12 +293,17 @@ class EnvironmentSlot:
                 return
             if op == "played":
                 group.result.set_result(played_from_plain(header, frames))
+            elif op == "replayed":
+                group.result.set_result(
+                    GroupReplayed(rewards=tuple(header["rewards"]), problem=header["problem"])
+                )
             elif op == "broken":
                 group.fail(EnvironmentError_(header["text"]))
 
     async def _answer(
         self, child: ChildProcess, group: HostedGroup, header: dict[str, Any], frames: list[bytes]
     ) -> None:
+        assert isinstance(group.job, GroupJob), "a replay asks no engine"
         request = GenerateRequest(
             token_ids=np.frombuffer(frames[0], "<i4").tolist(),
             sampling=Sampling(*header["sampling"]),
@@ -312,6 +327,10 @@ class EnvironmentSlot:
 
     def _send_run(self, child: ChildProcess, group: HostedGroup) -> None:
         job = group.job
+        if isinstance(job, ReplayJob):
+            header, frames = replay_to_plain(job)
+            self._send(child, {"op": "replay", "group": group.number, **header}, frames)
+            return
         self._send(
             child,
             {
@@ -328,9 +347,11 @@ class EnvironmentSlot:
             },
         )
 
-    def _send(self, child: ChildProcess, header: dict[str, Any]) -> None:
+    def _send(
+        self, child: ChildProcess, header: dict[str, Any], frames: Sequence[bytes] = ()
+    ) -> None:
         """In a task: a process that hangs does not empty its pipe."""
-        self._own(self._deliver(child, header, []))
+        self._own(self._deliver(child, header, list(frames)))
 
     def _own(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(coroutine)

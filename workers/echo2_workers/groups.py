@@ -24,6 +24,7 @@ from echo2_workers.engine import Generated, GenerateRequest
 from echo2_workers.engine_process import EngineHandle
 from echo2_workers.environment import Environment, load_environment
 from echo2_workers.playing import GenerateCall, GroupJob, GroupPlayed, play_group, told
+from echo2_workers.replaying import GroupReplayed, ReplayJob, replay_group
 
 log = structlog.get_logger(__name__)
 
@@ -35,6 +36,7 @@ class Environments(Protocol):
 
     async def start(self, settings: str, assets: Path | None) -> None: ...
     async def run_group(self, job: GroupJob, generate: GenerateCall) -> GroupPlayed: ...
+    async def replay_group(self, job: ReplayJob) -> GroupReplayed: ...
     async def stop(self) -> None: ...
 
 
@@ -51,6 +53,10 @@ class LocalEnvironments:
     async def run_group(self, job: GroupJob, generate: GenerateCall) -> GroupPlayed:
         assert self._environment is not None
         return await play_group(self._environment, job, generate)
+
+    async def replay_group(self, job: ReplayJob) -> GroupReplayed:
+        assert self._environment is not None
+        return await replay_group(self._environment, job)
 
     async def stop(self) -> None:
         self._environment = None

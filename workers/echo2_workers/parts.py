@@ -10,19 +10,19 @@ from typing import Any
 
 from echo2 import __version__
 from echo2.config import Config
-from echo2.config_vllm import precision_class
+from echo2.config_vllm import precision_of
 from echo2.core.worker_settings import WorkerSettings
 from echo2.net.sockets import split_endpoint
 from echo2_workers.engine_process import EngineHandle, EngineProcess, LocalEngine
 from echo2_workers.engine_python import engine_python
 from echo2_workers.engines.null import NullEngine
-from echo2_workers.environment import BUILTIN
+from echo2_workers.environment import BUILTIN, About
 from echo2_workers.environment_pool import EnvironmentPool
 from echo2_workers.groups import Environments, LocalEnvironments
 from echo2_workers.model_folder import FetchAssets, ModelFolder
 
 
-def settings_of(config: Config, name: str, environment_version: str) -> WorkerSettings:
+def settings_of(config: Config, name: str, about: About) -> WorkerSettings:
     """The state machine's settings out of the TOML schema."""
     worker = config.worker
     return WorkerSettings(
@@ -31,7 +31,8 @@ def settings_of(config: Config, name: str, environment_version: str) -> WorkerSe
         engine=worker.engine,
         precision=precision_of(config),
         environment=config.environment.name,
-        environment_version=environment_version,
+        environment_version=about.version,
+        replays=about.replays,
         on_update=worker.on_update,
         uplink_mbit=worker.uplink_mbit,
         downlink_mbit=worker.downlink_mbit,
@@ -71,16 +72,6 @@ def _local_address(host: str) -> str:
     except OSError:
         return "127.0.0.1"
     return f"[{found}]" if ":" in found else found
-
-
-def precision_of(config: Config) -> str:
-    """The precision class in which this worker's logprobs can be compared."""
-    worker = config.worker
-    if worker.engine in ("null", "none"):
-        return "none"
-    if worker.engine == "vllm" and worker.vllm.quantization:
-        return precision_class(worker.vllm.quantization)
-    return config.model.compute_dtype
 
 
 def make_engine(config: Config, *, on_died: Callable[[str], None]) -> EngineHandle:

@@ -21,7 +21,14 @@ class Access:
     keys_dir: Path
 
     @classmethod
-    def of(cls, path: Path | None, run_dir: Path | None, overrides: Sequence[str]) -> Access:
+    def of(
+        cls,
+        path: Path | None,
+        run_dir: Path | None,
+        overrides: Sequence[str],
+        *,
+        needs_curve: bool = True,
+    ) -> Access:
         """From a configuration, or from the one that a run folder keeps. Raises ConfigError.
         Logs go to stderr from now on: what is printed is for programs too."""
         setup_logging("info", "console")
@@ -35,7 +42,7 @@ class Access:
                     "CONFIG too"
                 )
         config = load_config(path, overrides)
-        if not config.net.curve:
+        if needs_curve and not config.net.curve:
             raise ConfigError(
                 "net.curve is false: this run has neither keys nor tokens, whoever is on this "
                 "machine may join; set net.curve = true"

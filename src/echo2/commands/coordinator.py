@@ -13,6 +13,7 @@ import uvloop
 from echo2.commands.run_folder import RunFolder
 from echo2.config import Config, load_config
 from echo2.logs import setup_logging
+from echo2.net.descriptors import raise_descriptor_limit
 from echo2.service import Coordinator
 
 
@@ -20,6 +21,7 @@ def main(path: Path, run_dir: Path | None, overrides: list[str]) -> int:
     """0 when the run finished or was stopped by a signal, 1 when it could not go on."""
     config = load_config(path, overrides)
     setup_logging(config.log.level, config.log.format)
+    raise_descriptor_limit()
     folder = RunFolder.of(config, run_dir)
     folder.make()
     return uvloop.run(_serve(config, folder))

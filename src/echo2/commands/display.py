@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -12,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from echo2.commands.run_view import RunView, number, told_ends
+from echo2.commands.run_view import LASTING_S, RunView, number, told_ends, told_wait
 
 PLAIN_LINES = 20
 """Plain lines of a whole run, besides those with an eval."""
@@ -30,13 +31,16 @@ def make_display(console: Console | None = None) -> Display:
 
 
 class PlainDisplay:
-    """A line every few steps and at every eval; what is said comes at once."""
+    """A line every few steps and at every eval, and one of each wait that lasts, once per change;
+    what is said comes at once."""
 
     def __init__(self) -> None:
         self._shown_step = -1
         self._shown_eval = ""
+        self._waits: dict[str, tuple[str, float]] = {}
 
     def update(self, view: RunView) -> None:
+        self._tell_waits(view)
         due = view.line and view.step - max(0, self._shown_step) >= max(
             1, view.steps // PLAIN_LINES
         )
@@ -45,6 +49,17 @@ class PlainDisplay:
                 print(view.plain_line(), flush=True)
                 self._shown_step = view.step
             self._shown_eval = view.evaluation
+
+    def _tell_waits(self, view: RunView) -> None:
+        """On change, and of one wait not more often than another begins to last."""
+        found = {str(wait.get("wait")): wait for wait in view.lasting_waits}
+        self._waits = {key: told for key, told in self._waits.items() if key in found}
+        now = time.monotonic()
+        for key, wait in found.items():
+            text, at = self._waits.get(key, ("", -math.inf))
+            if text != wait.get("text") and now - at >= LASTING_S:
+                self._waits[key] = str(wait.get("text")), now
+                print(f"waits: {told_wait(wait)}", flush=True)
 
     def say(self, text: str) -> None:
         print(text, flush=True)
@@ -141,4 +156,4 @@ def _workers(view: RunView) -> RenderableType:
 
 
 def _waits(view: RunView) -> Sequence[str]:
-    return [str(text) for text in view.status.get("waits") or []][:4]
+    return [told_wait(wait) for wait in view.status.get("waits") or []][:4]

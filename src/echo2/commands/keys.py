@@ -1,4 +1,5 @@
-"""`echo2 keys list | authorize | revoke`: the allow-list of a run, whether or not it runs now."""
+"""`echo2 keys list | authorize | revoke | pardon`: who may connect to a run, whether or not it
+runs now."""
 
 from __future__ import annotations
 
@@ -9,8 +10,11 @@ from pathlib import Path
 from echo2.commands.access import Access
 from echo2.commands.table import columns
 from echo2.errors import ConfigError, Echo2Error
+from echo2.ledger.database import quarantined_workers
+from echo2.ledger.durable import FILE as LEDGER
 from echo2.net.keys import AllowList, check_name, check_public_key
 from echo2.net.token_book import TokenBook
+from echo2.pardons import write_pardon
 
 
 def list_keys(
@@ -70,6 +74,22 @@ def revoke(path: Path | None, run_dir: Path | None, overrides: list[str], *, nam
             f"its secret key lies in {access.keys_dir}: a worker of that name started on this "
             "machine puts itself back; remove the file too"
         )
+    return 0
+
+
+def pardon(path: Path | None, run_dir: Path | None, overrides: list[str], *, name: str) -> int:
+    folder = Access.of(path, run_dir, overrides, needs_curve=False).folder
+    check_name(name)
+    known = quarantined_workers(folder.path / LEDGER)
+    if name not in known:
+        told = ", ".join(sorted(known)) or "nobody"
+        raise Echo2Error(f"{name} is not quarantined in {folder.path}; quarantined are: {told}")
+    write_pardon(folder.path, name)
+    print(
+        f"{name} is pardoned; a coordinator that runs takes it up within a second, another one "
+        "when it starts. It was quarantined since step "
+        f"{known[name]['step']}: {known[name]['reason']}"
+    )
     return 0
 
 

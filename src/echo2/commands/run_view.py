@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import aiohttp
 
 from echo2.errors import Echo2Error
+
+LASTING_S: Final = 10.0
+"""A wait that is older is told of without being asked."""
 
 
 async def fetch_status(
@@ -106,6 +109,12 @@ class RunView:
         return list(self.status.get("workers") or [])
 
     @property
+    def lasting_waits(self) -> list[dict[str, Any]]:
+        """Those that are more than the normal life of a run."""
+        waits = self.status.get("waits") or []
+        return [wait for wait in waits if wait.get("since_s", 0.0) >= LASTING_S]
+
+    @property
     def tokens_per_s(self) -> str:
         return number(self.status.get("tokens_per_s", self.line.get("tokens_per_s")))
 
@@ -135,6 +144,16 @@ def number(value: Any) -> str:
     if isinstance(value, int) or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.3g}"
+
+
+def told_wait(wait: Mapping[str, Any]) -> str:
+    """Who waits for what, since when, and what ends it, in a sentence."""
+    ends_in_s = wait.get("ends_in_s")
+    deadline = "" if ends_in_s is None else f" in {max(0.0, ends_in_s):.0f} s"
+    return (
+        f"{wait.get('text')}, since {wait.get('since_s') or 0.0:.0f} s  "
+        f"({wait.get('owner')}: {wait.get('then')}{deadline})"
+    )
 
 
 def told_ends(ends: Mapping[str, int]) -> str:

@@ -5,10 +5,11 @@ clock; every promise is checked after every event.
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 
 from echo2.sim.chaos import Broken, Chaos, played, shrunk
 
@@ -23,13 +24,26 @@ class Told:
     faults: Counter[str] = field(default_factory=Counter)
 
 
-def main(seeds: range, hours: float, num_workers: int, without: list[str], *, jobs: int) -> int:
-    """0 when no promise was broken. ConfigError for an unknown kind of fault."""
-    storms = [Chaos(seed, hours, num_workers, frozenset(without)) for seed in seeds]
+def main(
+    seeds: Iterable[int],
+    hours: float,
+    num_workers: int,
+    without: list[str],
+    *,
+    jobs: int,
+    minutes: float | None = None,
+) -> int:
+    """0 when no promise was broken. `minutes`: no seed begins later, but the first. ConfigError
+    for an unknown kind of fault."""
+    storms = (Chaos(seed, hours, num_workers, frozenset(without)) for seed in seeds)
     began = time.perf_counter()
+
+    def is_over() -> bool:
+        return minutes is not None and time.perf_counter() - began > 60 * minutes
+
     events: list[int] = []
     faults: Counter[str] = Counter()
-    for told in _all_told(storms, jobs):
+    for told in _all_told(storms, jobs, is_over):
         if told.broken is not None:
             return _report(told.broken)
         print(told.text, flush=True)
@@ -43,14 +57,23 @@ def main(seeds: range, hours: float, num_workers: int, without: list[str], *, jo
     return 0
 
 
-def _all_told(storms: Sequence[Chaos], jobs: int) -> Iterator[Told]:
+def _all_told(storms: Iterator[Chaos], jobs: int, is_over: Callable[[], bool]) -> Iterator[Told]:
     """In the order of the seeds."""
     if jobs == 1:
-        yield from map(_told, storms)
+        for storm in storms:
+            yield _told(storm)
+            if is_over():
+                return
         return
     with ProcessPoolExecutor(jobs) as executor:
+        under_way = deque(executor.submit(_told, storm) for storm in islice(storms, 2 * jobs))
         try:
-            yield from executor.map(_told, storms)
+            while under_way:
+                yield under_way.popleft().result()
+                if is_over():
+                    under_way = deque(future for future in under_way if not future.cancel())
+                else:
+                    under_way.extend(executor.submit(_told, storm) for storm in islice(storms, 1))
         finally:
             executor.shutdown(cancel_futures=True)
 

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from echo2.commands.run_folder import RunFolder, is_alive
-from echo2.commands.run_view import fetch_status, number, told_ends
+from echo2.commands.run_view import fetch_status, number, told_ends, told_wait
 from echo2.config import load_config
 from echo2.errors import ConfigError, Echo2Error
 
@@ -52,7 +52,15 @@ def told(status: dict[str, Any]) -> list[str]:
     ]
     if refused:
         lines.append(f"refused   {refused}")
-    lines.extend(f"waits     {text}" for text in status.get("waits") or [])
+    audits = status.get("audits") or {}
+    if any(audits.values()):
+        told = ", ".join(f"{number(count)} {verdict}" for verdict, count in audits.items())
+        lines.append(f"audits    {told}")
+    for name, found in (status.get("quarantined") or {}).items():
+        lines.append(
+            f"quarantine {name}  since step {number(found.get('step'))}  {found.get('reason')}"
+        )
+    lines.extend(f"waits     {told_wait(wait)}" for wait in status.get("waits") or [])
     for worker in status.get("workers") or []:
         lines.append(
             f"worker    {worker.get('name')}  {worker.get('state')}  "

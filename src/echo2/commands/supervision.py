@@ -9,7 +9,7 @@ import enum
 from dataclasses import dataclass
 from typing import Final
 
-from echo2.cli import EXIT_CONFIG, EXIT_FENCED
+from echo2.cli import EXIT_CONFIG, EXIT_FENCED, EXIT_OUT_OF_TASKS
 from echo2.commands.processes import ended_how
 
 
@@ -62,6 +62,8 @@ def verdict_on_end(
         )
     if part is Part.LEARNER and code == EXIT_FENCED:
         return Verdict(Action.LEAVE, "a newer learner took over; the run goes on with that one")
+    if part is Part.LEARNER and code == EXIT_OUT_OF_TASKS:
+        return Verdict(Action.FAIL, "the tasks are used up before the last step (learner.steps)")
     if restarts >= restarts_max:
         action = Action.LEAVE if part is Part.WORKER else Action.FAIL
         return Verdict(

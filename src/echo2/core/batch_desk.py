@@ -6,8 +6,9 @@ trained counts: after a restart of the coordinator its message is what is left o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from echo2.core.audit_desk import AuditDesk
 from echo2.core.effects import DeliverGroup
 from echo2.core.group import Group, GroupState
 from echo2.core.records import StepRecorded
@@ -23,7 +24,10 @@ from echo2.messages import (
     StepCompleted,
     TasksSubmitted,
 )
-from echo2.types import GroupId, PeerId, Task
+from echo2.types import GroupId, GroupMismatch, PeerId, Task
+
+_TRAINABLE = (GroupState.BUFFERED, GroupState.AUDITING)
+"""What the learner may have had before a restart: audits of those begin anew with it."""
 
 
 class BatchDesk:
@@ -57,7 +61,8 @@ class BatchDesk:
         """Of a group that was leased before the coordinator was started again."""
 
         early = group.early
-        group.task, group.awaits_task, group.early = task, False, None
+        group.early = None
+        self.state.book.take_task(group, task)
         if early is not None:
             WorkerDesk(self.state).result(*early)
 
@@ -82,9 +87,14 @@ class BatchDesk:
             raise RemoteProtocolError(
                 f"the step at version {state.step} is being completed", reason="wrong_order"
             )
+        state.audits.learner_spoke = True
         if seat.batch is not None:
             self._deliver(seat.batch)
             return
+        if seat.wanted_step is None:
+            AuditDesk(state).withdraw_quarantined()
+        if seat.wanted_step != message.step:
+            seat.wanted_at = state.now
         seat.wanted_step = message.step
         seat.told_text = ""
 
@@ -198,6 +208,13 @@ class BatchDesk:
                 f"{different} of them different; a batch has at most {size}, each once",
                 reason="wrong_batch",
             )
+        compared = [each.group for each in message.mismatch]
+        if len(set(compared)) < len(compared) or not set(compared) <= set(message.groups):
+            raise RemoteProtocolError(
+                f"step {message.step} tells the mismatch of {len(compared)} groups; they must be "
+                "groups of the batch, each once",
+                reason="wrong_batch",
+            )
         if seat.completing is not None:
             return
         lacks = self._seat_batch(message.groups)
@@ -211,14 +228,17 @@ class BatchDesk:
             )
             return
         assert seat.batch is not None
-        for worker, diff in message.mismatch.items():
-            known = state.members.get(PeerId(worker))
+        state.audits.learner_spoke = True
+        seat.mismatch = self._by_worker(seat.batch, message.mismatch)
+        for worker, diff in _mean_of_each(seat.mismatch).items():
+            known = state.members.get(worker)
             if known is not None:
                 known.mismatch = diff
         groups = tuple(group.id for group in seat.batch.groups)
         seat.completing = state.persist(
             StepRecorded(message.incarnation, message.step, groups, state.cost_usd)
         )
+        state.expire_late()  # f moved, if an earlier coordinator had granted the batch
 
     def _seat_batch(self, named: tuple[GroupId, ...]) -> GroupId | None:
         """Make the groups that the learner trained its batch: an earlier coordinator may have
@@ -230,16 +250,24 @@ class BatchDesk:
         groups = []
         for group_id in named:
             group = state.book.groups.get(group_id)
-            here = group is not None and (group_id in mine or group.state is GroupState.BUFFERED)
+            here = group is not None and (group_id in mine or group.state in _TRAINABLE)
             if not here or group is None or not state.is_admissible(group, state.step):
                 return group_id
             groups.append(group)
         for group in mine.values():
             state.book.admit(group)
         for group in groups:
+            state.audits.close(group.id)
             state.book.train(group)
         seat.batch, seat.wanted_step = Batch(state.step, groups, last=False), None
         return None
+
+    def _by_worker(
+        self, batch: Batch, mismatch: Iterable[GroupMismatch]
+    ) -> list[tuple[PeerId, GroupMismatch]]:
+        """Who sampled a group is known here."""
+        workers = {group.id: group.result.worker for group in batch.groups if group.result}
+        return [(workers[each.group], each) for each in mismatch if each.group in workers]
 
     def step_durable(self, record_id: int) -> None:
         """v advances."""
@@ -248,12 +276,16 @@ class BatchDesk:
             return  # a new learner took over meanwhile and began before this step
         batch, seat.batch, seat.completing = seat.batch, None, None
         for group in batch.groups:
+            if group.result is not None:
+                state.audits.count_trained(group.result.worker)
             state.end_group(group, "trained", "", trained_at=batch.step)
         state.history.add(batch.step, batch.groups)
         state.step = batch.step + 1
         state.tell_step(batch.step)
         if state.granted_at is not None:
             state.busy_s.add(state.now - state.granted_at)
+        compared, seat.mismatch = seat.mismatch, []
+        AuditDesk(state).compared(compared)
         state.expire_late()
         state.forget_versions()
         if seat.peer is not None:
@@ -262,3 +294,12 @@ class BatchDesk:
     def _acknowledge_step(self, peer: PeerId) -> None:
         state = self.state
         state.send(peer, StepAcknowledged(incarnation=state.lineage.incarnation, step=state.step))
+
+
+def _mean_of_each(compared: Iterable[tuple[PeerId, GroupMismatch]]) -> dict[PeerId, float]:
+    """Mean |logprob difference| of each worker over all its tokens that were compared."""
+    sums: dict[PeerId, tuple[float, int]] = {}
+    for worker, each in compared:
+        total, tokens = sums.get(worker, (0.0, 0))
+        sums[worker] = total + each.diff_mean * each.num_tokens, tokens + each.num_tokens
+    return {worker: total / tokens for worker, (total, tokens) in sums.items()}

@@ -14,13 +14,13 @@ from echo2.core.group import Group, GroupState, Lease, StoredResult
 from echo2.core.staleness import expiry_step
 from echo2.types import GroupId, LeaseId, PeerId, Task, Version
 
-_OUT = (GroupState.LEASED, GroupState.STORING)
+_OUT = (GroupState.LEASED, GroupState.STORING, GroupState.AUDITING)
 _HELD = (*_OUT, GroupState.BUFFERED)
 
 
 class GroupBook:
     """Groups by id, and their place. `staleness_max` is S; `queue_bytes` those of the
-    payloads of queued tasks."""
+    payloads of queued tasks; `awaiting` the tasks that groups in work wait for."""
 
     def __init__(self, *, staleness_max: int) -> None:
         self.staleness_max = staleness_max
@@ -29,6 +29,7 @@ class GroupBook:
         self.leases_by_worker: dict[PeerId, set[LeaseId]] = {}
         self.queue: deque[GroupId] = deque()
         self.queue_bytes = 0
+        self.awaiting: set[int] = set()
         self.buffered: dict[int, dict[GroupId, None]] = {}
         self.held_by_expiry: Counter[int] = Counter()
         self.leased_by_expiry: Counter[int] = Counter()
@@ -50,7 +51,7 @@ class GroupBook:
 
     @property
     def num_held(self) -> int:
-        """Groups leased, storing or buffered."""
+        """Groups leased, storing, auditing or buffered."""
         return self.held_by_expiry.total()
 
     @property
@@ -100,9 +101,15 @@ class GroupBook:
         """One that an earlier coordinator had leased. The payload of its task is not here."""
         made = Group(id=group, task=task, state=GroupState.LEASED, lease=lease, begun=True)
         made.attempts, made.awaits_task = attempts, True
+        self.awaiting.add(task.index)
         made.known_leases[lease.id] = lease
         self.groups[group] = made
         self._enter_lease(made, lease)
+
+    def take_task(self, group: Group, task: Task) -> None:
+        """The task that a group in work has waited for."""
+        group.task, group.awaits_task = task, False
+        self.awaiting.discard(task.index)
 
     def lease(self, group: Group, lease: Lease) -> None:
         self._leave(group)
@@ -122,8 +129,16 @@ class GroupBook:
         self._enter(group)
         return lease
 
+    def await_audit(self, group: Group) -> None:
+        """Durable, and not to be trained before its verdict."""
+        self._leave(group)
+        group.move(GroupState.AUDITING)
+        group.record_id = None
+        self._enter(group)
+
     def admit(self, group: Group) -> None:
-        """Durable (or given back by a batch): the group may be trained."""
+        """Durable and, if it had to be, audited (or given back by a batch): the group may be
+        trained."""
         self._leave(group)
         group.move(GroupState.BUFFERED)
         group.record_id = None
@@ -141,8 +156,10 @@ class GroupBook:
         lease = self._end_lease(group)
         group.result = None
         group.record_id = None
+        group.audited = False
         group.last_reason = reason
         if group.awaits_task:
+            self.awaiting.discard(group.task.index)
             del self.groups[group.id]
         else:
             self._queue_first(group)
@@ -153,6 +170,7 @@ class GroupBook:
         self._leave(group)
         group.move(GroupState.ENDED)
         lease = self._end_lease(group)
+        self.awaiting.discard(group.task.index)
         del self.groups[group.id]
         return lease
 
@@ -168,7 +186,7 @@ class GroupBook:
             self._enter(group)
         else:
             group.move(GroupState.QUEUED)
-            group.result = None
+            group.result, group.audited = None, False
             self._queue_first(group)
 
     # ------------------------------------------------------------------ helpers

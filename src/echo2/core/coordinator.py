@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from echo2.core.audit_desk import AuditDesk
 from echo2.core.dispatch import Dispatcher
 from echo2.core.effects import Effect
 from echo2.core.events import (
     Event,
     KeyRevoked,
+    PardonRequested,
     Persisted,
     Received,
     RelayProbed,
@@ -32,10 +34,13 @@ from echo2.core.records import (
 from echo2.core.restored import Restored
 from echo2.core.run_state import RunState
 from echo2.core.settings import CoordinatorSettings
-from echo2.core.waits import waiting_text
+from echo2.core.waits import waiting_text, waits
+from echo2.core.watchdog import Watchdog
 from echo2.core.worker_desk import WorkerDesk
 from echo2.errors import RemoteProtocolError
 from echo2.messages import (
+    AuditDone,
+    AuditFailed,
     BatchRequest,
     BatchWaiting,
     BroadcastRequest,
@@ -61,6 +66,7 @@ from echo2.types import PeerId
 
 REVOKED = "its key was revoked"
 WAITING_INTERVAL_S = 1.0
+WATCH_EACH_S = 1.0
 FAILED_IN_ROW_BATCHES = 4
 FAILED_IN_ROW_MIN = 32
 
@@ -72,6 +78,7 @@ class CoordinatorState:
         self.state = RunState(settings, restored)
         self.workers = WorkerDesk(self.state)
         self.learner = LearnerDesk(self.state)
+        self.audits = AuditDesk(self.state)
         self.dispatcher = Dispatcher(self.state)
         self._handlers: dict[type[Message], Callable[[PeerId, Any], None]] = {
             WorkerHello: self.workers.hello,
@@ -80,6 +87,8 @@ class CoordinatorState:
             InstallFailed: self.workers.install_failed,
             GroupResult: self.workers.result,
             LeaseFailed: self.workers.failed,
+            AuditDone: self.audits.done,
+            AuditFailed: self.audits.failed,
             RelayReport: self.workers.relays.report,
             Draining: self._draining,
             Goodbye: self._goodbye,
@@ -95,6 +104,8 @@ class CoordinatorState:
         }
         self.started_at: float | None = None
         self._only_buffered = False
+        self._watchdog = Watchdog()
+        self._watched_at = 0.0
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event at `now` (seconds, monotonic; a step back is read as no step)."""
@@ -115,6 +126,8 @@ class CoordinatorState:
                     self.workers.relays.probed(event)
                 case KeyRevoked(peer):
                     self._revoked(peer)
+                case PardonRequested(peer):
+                    self.audits.pardon(peer)
                 case StopRequested(reason):
                     state.finish(ok=True, finished=False, reason=reason)
             if not _only_informs(event):
@@ -127,7 +140,7 @@ class CoordinatorState:
     def _start(self) -> None:
         state, settings = self.state, self.state.settings
         self.started_at = state.costed_at = state.now
-        state.seat.vacant_since = state.now
+        state.seat.vacant_since = state.audits.auditor_seen_at = state.now
         state.emit(
             "run_started",
             run_id=settings.run_id,
@@ -172,6 +185,7 @@ class CoordinatorState:
 
     def _persisted(self, record_id: int) -> None:
         found = self.state.pending.pop(record_id, None)
+        self.state.recorded_at.pop(record_id, None)
         if found is None:
             return
         record, context = found
@@ -179,7 +193,7 @@ class CoordinatorState:
             case GroupStored():
                 assert isinstance(context, Group)
                 self.workers.stored(record_id, record, context)
-                self._only_buffered = context.state is GroupState.BUFFERED
+                self._only_buffered = context.state in (GroupState.BUFFERED, GroupState.AUDITING)
             case StepRecorded():
                 self.learner.batches.step_durable(record_id)
             case LearnerRecorded():
@@ -197,6 +211,7 @@ class CoordinatorState:
             return
         step, only_buffered = self.state.next_step, self._only_buffered
         self._only_buffered = False
+        self.audits.dispatch()
         self.learner.batches.try_batch()
         if only_buffered and self.state.next_step == step:
             return
@@ -217,6 +232,7 @@ class CoordinatorState:
         self._look_at_evals()
         self._look_at_the_run()
         self._tell_waiting()
+        self._tell_waits()
 
     def _count_cost(self) -> None:
         state = self.state
@@ -293,6 +309,17 @@ class CoordinatorState:
         """What cannot make progress ends, with its cause."""
         state, settings = self.state, self.state.settings
         seat = state.seat
+        since = state.recording_since
+        recording_s = 0.0 if since is None else state.now - since
+        if recording_s > settings.disk_timeout_s:
+            state.finish(
+                ok=False,
+                finished=False,
+                reason=f"the disk of the run folder took no record for {recording_s:.0f} s, and "
+                f"{len(state.pending)} wait for it; mend it, then start the coordinator again: "
+                "what was acknowledged is on it",
+            )
+            return
         if seat.peer is None or seat.silent:
             absent_s = state.now - seat.vacant_since
             if absent_s > settings.learner_timeout_s:
@@ -312,8 +339,8 @@ class CoordinatorState:
                 "events.jsonl",
             )
             return
-        waits = seat.wanted_step is not None or bool(state.evals.evals)
-        if not waits or self.dispatcher.can_progress:
+        is_waited_for = seat.wanted_step is not None or bool(state.evals.evals)
+        if not is_waited_for or self.dispatcher.can_progress:
             state.no_worker_since = None
         elif state.no_worker_since is None:
             state.no_worker_since = state.now
@@ -324,6 +351,14 @@ class CoordinatorState:
                 reason=f"no worker could sample for {settings.no_worker_timeout_s:g} s "
                 f"(run.no_worker_timeout_s) while {waiting_text(state, self.dispatcher.reason)}",
             )
+
+    def _tell_waits(self) -> None:
+        state = self.state
+        if state.finished is None and state.now - self._watched_at >= WATCH_EACH_S:
+            self._watched_at = state.now
+            found = waits(state, self.dispatcher.reason)
+            for fields in self._watchdog.look(found, state.now):
+                state.emit("wait_changed", **fields)
 
     def _tell_waiting(self) -> None:
         """Say why there is no batch: on change, at most once a second."""

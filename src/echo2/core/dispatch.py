@@ -64,7 +64,8 @@ class Dispatcher:
     # ---------------------------------------------------------------------- tasks
 
     def request_tasks(self) -> None:
-        """Keep `tasks_ahead` batches of tasks ready, within the bound on their bytes."""
+        """Keep `tasks_ahead` batches of tasks ready, within the bound on their bytes; before all
+        others those of groups that are in work without them."""
         state, settings = self.state, self.state.settings
         seat = state.seat
         if seat.peer is None or not seat.welcomed or seat.silent:
@@ -72,11 +73,15 @@ class Dispatcher:
         if state.now - self.tasks_asked_at > TASKS_PATIENCE_S:
             state.stream.forget_request()
         room = settings.tasks_ahead * settings.groups_per_step - len(state.book.queue)
-        if room < 1 or state.book.queue_bytes >= settings.tasks_bytes_max:
+        if state.book.queue_bytes >= settings.tasks_bytes_max:
+            room = 0
+        if room < 1 and not state.book.awaiting:
             return
-        wanted = state.stream.request(room)
+        wanted = state.stream.request(room, state.book.awaiting)
         if wanted is not None:
-            self.tasks_asked_at = state.now
+            self.tasks_asked_at = state.stream.asked_at = state.now
+            if state.stream.waits_since is None:
+                state.stream.waits_since = state.now
             state.send(
                 seat.peer,
                 TasksWanted(

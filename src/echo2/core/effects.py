@@ -11,7 +11,7 @@ from typing import Any
 from echo2.core.group import StoredResult
 from echo2.core.records import Record
 from echo2.messages import Message
-from echo2.types import GroupId, PeerId, Task
+from echo2.types import GroupId, PeerId, Sampling, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,17 @@ class DeliverGroup:
     group: GroupId
     task: Task
     result: StoredResult
+
+
+@dataclass(frozen=True, slots=True)
+class OrderAudit:
+    """Have `peer` recompute the rewards of a group: AuditOrdered, with its payload's frames."""
+
+    peer: PeerId
+    group: GroupId
+    task: Task
+    result: StoredResult
+    sampling: Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,4 +78,4 @@ class Finish:
     reason: str
 
 
-Effect = Send | DeliverGroup | Persist | Emit | ProbeRelay | Finish
+Effect = Send | DeliverGroup | OrderAudit | Persist | Emit | ProbeRelay | Finish

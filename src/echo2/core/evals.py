@@ -34,6 +34,7 @@ class Eval:
     request: EvalRequest
     learner: PeerId
     pending: deque[Task]
+    begun_at: float = 0.0
     attempts: dict[int, int] = field(default_factory=dict)
     leases: dict[LeaseId, EvalLease] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
@@ -90,8 +91,8 @@ class Evals:
         while len(self.ended) > EVALS_MAX:
             del self.ended[next(iter(self.ended))]
 
-    def begin(self, request: EvalRequest, learner: PeerId) -> Eval:
-        made = Eval(request=request, learner=learner, pending=deque(request.tasks))
+    def begin(self, request: EvalRequest, learner: PeerId, now: float) -> Eval:
+        made = Eval(request, learner, deque(request.tasks), begun_at=now)
         self.evals[request.eval_id] = made
         return made
 

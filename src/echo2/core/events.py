@@ -51,10 +51,17 @@ class KeyRevoked:
 
 
 @dataclass(frozen=True, slots=True)
+class PardonRequested:
+    """The operator lifts the quarantine of `peer`."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequested:
     """The operator ends the coordinator (not the run: it may be resumed)."""
 
     reason: str
 
 
-Event = Received | Persisted | Tick | RelayProbed | KeyRevoked | StopRequested
+Event = Received | Persisted | Tick | RelayProbed | KeyRevoked | PardonRequested | StopRequested

@@ -2,10 +2,11 @@
 
 Life-cycle (printed into docs/architecture.md from TRANSITIONS):
 
-    queued -> leased -> storing -> buffered -> training -> ended
-       ^        |          |          |           |
-       '--------'----------'----------'-----------'   (lost, refused, rewound)
+    queued -> leased -> storing -> auditing -> buffered -> training -> ended
+       ^        |          |  '--------|---------^           |
+       '--------'----------'-----------'---------'-----------'
 
+back to queued: lost, refused, withdrawn, rewound. Only groups that are chosen are audited.
 A group ends exactly once; a rewind of the learner may revive an ended one.
 """
 
@@ -25,16 +26,27 @@ class GroupState(enum.Enum):
     QUEUED = "queued"
     LEASED = "leased"
     STORING = "storing"
+    AUDITING = "auditing"
     BUFFERED = "buffered"
     TRAINING = "training"
     ENDED = "ended"
 
 
+WITH_RESULT = (GroupState.STORING, GroupState.AUDITING, GroupState.BUFFERED)
+"""A result is here, and the learner has not got it."""
+
 TRANSITIONS: dict[GroupState, frozenset[GroupState]] = {
     GroupState.QUEUED: frozenset({GroupState.LEASED, GroupState.STORING, GroupState.ENDED}),
     GroupState.LEASED: frozenset({GroupState.QUEUED, GroupState.STORING, GroupState.ENDED}),
-    GroupState.STORING: frozenset({GroupState.QUEUED, GroupState.BUFFERED, GroupState.ENDED}),
-    GroupState.BUFFERED: frozenset({GroupState.QUEUED, GroupState.TRAINING, GroupState.ENDED}),
+    GroupState.STORING: frozenset(
+        {GroupState.QUEUED, GroupState.AUDITING, GroupState.BUFFERED, GroupState.ENDED}
+    ),
+    GroupState.AUDITING: frozenset(
+        {GroupState.QUEUED, GroupState.BUFFERED, GroupState.TRAINING, GroupState.ENDED}
+    ),
+    GroupState.BUFFERED: frozenset(
+        {GroupState.QUEUED, GroupState.AUDITING, GroupState.TRAINING, GroupState.ENDED}
+    ),
     GroupState.TRAINING: frozenset({GroupState.QUEUED, GroupState.BUFFERED, GroupState.ENDED}),
     GroupState.ENDED: frozenset({GroupState.QUEUED, GroupState.BUFFERED}),
 }
@@ -114,7 +126,8 @@ class StoredResult:
 class Group:
     """`known_leases`: every lease granted so far, the revoked ones too, since a late result
     of one may still come first. `avoid`: the worker that lost it last. `begun`: something is
-    recorded of it, so it must end before the run does. `awaits_task`: it is leased from before
+    recorded of it, so it must end before the run does. `audited`: its result has its verdict, or
+    needs none. `awaits_task`: it is leased from before
     a restart, and its task is not here again yet; `early`: its result, if that came first."""
 
     id: GroupId
@@ -128,6 +141,7 @@ class Group:
     avoid: PeerId | None = None
     last_reason: str = ""
     begun: bool = False
+    audited: bool = False
     awaits_task: bool = False
     early: tuple[PeerId, GroupResult] | None = None
 

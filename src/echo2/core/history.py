@@ -10,15 +10,17 @@ from dataclasses import dataclass
 
 from echo2.core.group import Group
 from echo2.core.staleness import expiry_step
+from echo2.types import PeerId
 
 
 @dataclass(slots=True)
 class TrainedGroup:
-    """`group` still holds its result when `has_result`."""
+    """`group` still holds its result when `has_result`; `worker` sampled it."""
 
     step: int
     group: Group
     has_result: bool
+    worker: PeerId | None
 
 
 class TrainedHistory:
@@ -36,9 +38,13 @@ class TrainedHistory:
         return min(self.kept, default=0)
 
     def add(self, step: int, groups: list[Group]) -> None:
-        self.trained += [
-            TrainedGroup(step, group, self._keep_result(step, group)) for group in groups
-        ]
+        for group in groups:
+            worker = group.result.worker if group.result is not None else None
+            self.trained.append(TrainedGroup(step, group, self._keep_result(step, group), worker))
+
+    def of_worker(self, worker: PeerId) -> list[TrainedGroup]:
+        """What is known here of it, oldest first."""
+        return [entry for entry in self.trained if entry.worker == worker]
 
     def keep(self, kept: tuple[int, ...]) -> None:
         """The learner's checkpoints are these now."""

@@ -12,10 +12,12 @@ is noticed and leads to a new hello under the same incarnation.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from echo2.errors import LocalProtocolError
 from echo2.messages import (
+    MISMATCHES_MAX,
     PROTOCOL,
     BatchGranted,
     BatchGroup,
@@ -43,7 +45,7 @@ from echo2.messages import (
     TasksWanted,
     VersionPublished,
 )
-from echo2.types import GroupId, Version
+from echo2.types import GroupId, GroupMismatch, Version
 
 HELLO_RETRY_S = 0.5
 BATCH_INCOMPLETE_S = 5.0
@@ -191,7 +193,7 @@ class LearnerClientState:
         return self._transmit(self.batch_request)
 
     def complete(
-        self, step: int, *, train_s: float, wait_s: float, mismatch: dict[str, float]
+        self, step: int, *, train_s: float, wait_s: float, mismatch: Sequence[GroupMismatch]
     ) -> list[Outcome]:
         self._must_be_free(self.completing, "a step is being completed")
         if not self.trained:
@@ -202,7 +204,7 @@ class LearnerClientState:
             groups=self.trained,
             train_s=train_s,
             wait_s=wait_s,
-            mismatch=mismatch,
+            mismatch=tuple(mismatch)[:MISMATCHES_MAX],
         )
         return self._transmit(self.completing)
 
@@ -229,9 +231,14 @@ class LearnerClientState:
         """What the learner does now: told with the next heartbeat."""
         self.text = text[:2048]
 
-    def close(self, reason: str, *, finished: bool) -> list[Outcome]:
+    def close(self, reason: str, *, finished: bool, missing_steps: int = 0) -> list[Outcome]:
         outcomes = self._transmit(
-            Goodbye(reason=reason[:2048], finished=finished, incarnation=self.incarnation)
+            Goodbye(
+                reason=reason[:2048],
+                finished=finished,
+                incarnation=self.incarnation,
+                missing_steps=missing_steps,
+            )
         )
         self.state = ClientState.CLOSED
         return outcomes

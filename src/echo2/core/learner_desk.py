@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from echo2.core.admission import settle
 from echo2.core.batch_desk import BatchDesk
 from echo2.core.evals import EVALS_MAX
-from echo2.core.group import Group, GroupState
+from echo2.core.group import WITH_RESULT, Group
 from echo2.core.records import (
     CheckpointRecorded,
     LearnerRecorded,
@@ -186,15 +187,21 @@ class LearnerDesk:
         for lease in list(state.book.leases.values()):
             if not state.lineage.is_alive(lease.version):
                 state.lose_lease(lease, dead, counted=False, tell=True)
-        for group in state.book.in_state(GroupState.BUFFERED, GroupState.STORING):
+        state.audits.learner_spoke = True
+        for group in state.book.in_state(*WITH_RESULT):
             if not self._is_alive(group):
+                state.audits.close(group.id)
                 state.book.requeue(group, dead)
                 group.attempts = 0  # the leases were not at fault
         for entry in reversed(state.history.rewind(resume_step)):
             group = entry.group
+            is_known_bad = entry.worker in state.audits.quarantined
             buffered = entry.has_result and self._is_alive(group) and self._fits(group)
+            buffered &= not is_known_bad
             state.book.revive(group, with_result=buffered)
             self._returned(group.id, to="buffer" if buffered else "queue")
+            if buffered:
+                settle(state, group)
         for group_id, trained_at in state.restored_trained:
             if trained_at >= resume_step:
                 state.stream.put_back(index_of(group_id))
@@ -277,7 +284,8 @@ class LearnerDesk:
             return  # a fenced one leaves
         state.emit("learner_left", incarnation=state.lineage.incarnation, reason=message.reason)
         if message.finished:
-            state.finish(ok=True, finished=True, reason=message.reason)
+            ok = message.missing_steps == 0
+            state.finish(ok=ok, finished=True, reason=message.reason)
             return
         state.seat.peer, state.seat.wanted_step = None, None
         state.seat.vacant_since = state.now
@@ -333,6 +341,7 @@ class LearnerDesk:
         state.announcements[version] = message
         state.deltas.add(message)
         state.published_at[version] = state.now
+        state.unplanned = version
         state.emit(
             "version_published",
             incarnation=version.incarnation,
@@ -412,7 +421,7 @@ class LearnerDesk:
             raise RemoteProtocolError(
                 f"{EVALS_MAX} evals are under way, the most allowed", reason="too_many"
             )
-        state.evals.begin(message, peer)
+        state.evals.begin(message, peer, state.now)
 
     # --------------------------------------------------------------------- helpers
 

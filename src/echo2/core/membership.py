@@ -59,6 +59,8 @@ class Worker:
     downlink_mbit: float = 0.0
     stored: tuple[str, ...] = ()
     """Manifests of versions on its disk when it came."""
+    replays: bool = False
+    """Its environment can play a transcript again."""
 
     @property
     def state_name(self) -> str:

@@ -22,6 +22,8 @@ from echo2.types import PeerId
 PROBE_WAIT_S: Final = 1.0
 """Least time between two probes of a relay; doubled with each one that was not the last."""
 PROBE_WAIT_MAX_S: Final = 300.0
+FIRST_PROBE_PATIENCE_S: Final = 2.0
+"""A plan waits so long for the first answers of those who came."""
 PROBE_PATIENCE_S: Final = 10.0
 """A probe that is not answered by then is counted as lost."""
 SILENT_REST_S: Final = 60.0
@@ -35,6 +37,7 @@ REPORTS_BURST: Final = 8.0
 class Standing:
     """`accepts`: the last probe of `endpoint` reached it, with round trip `rtt_s`; else
     `reason` says why not. `due_at`: when to probe next; `asked_at`: a probe is under way since.
+    `answered`: a probe of `endpoint` ended since the worker arrived.
     `silent`: reported silent, and the probe after that failed. `faults` by receiver."""
 
     endpoint: str = ""
@@ -44,6 +47,8 @@ class Standing:
     due_at: float | None = None
     asked_at: float | None = None
     last_asked_at: float = float("-inf")
+    arrived_at: float = float("-inf")
+    answered: bool = False
     tries: int = 0
     suspected: bool = False
     silent: bool = False
@@ -68,6 +73,7 @@ class Standing:
             self.silent = self.suspected = False
         self.endpoint, self.accepts, self.rtt_s = endpoint, False, None
         self.reason = "not probed yet" if endpoint else "it only dials"
+        self.arrived_at, self.answered = now, False
         self.due_at = max(now, self.last_asked_at + PROBE_WAIT_S) if endpoint else None
 
     def leave(self) -> None:
@@ -77,6 +83,11 @@ class Standing:
     def is_asked(self, now: float) -> bool:
         """Is a probe under way?"""
         return self.asked_at is not None and now - self.asked_at < PROBE_PATIENCE_S
+
+    def is_awaited(self, now: float) -> bool:
+        """Will it be known in a moment whether others reach it?"""
+        fresh = now - self.arrived_at < FIRST_PROBE_PATIENCE_S
+        return bool(self.endpoint) and not self.answered and fresh
 
     def ask(self, now: float) -> None:
         """A probe begins."""
@@ -88,7 +99,7 @@ class Standing:
 
     def answer(self, *, ok: bool, rtt_s: float | None, reason: str) -> None:
         """A probe of the present endpoint ended."""
-        self.asked_at = None
+        self.asked_at, self.answered = None, True
         self.accepts, self.rtt_s, self.reason = ok, rtt_s if ok else None, "" if ok else reason
         self.silent = self.suspected and not ok
         self.suspected = self.silent

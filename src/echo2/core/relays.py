@@ -36,7 +36,7 @@ from echo2.core.relay_parts import (
 from echo2.core.relay_rates import ORIGIN, RelayRates
 from echo2.core.relay_standing import Standing
 from echo2.core.settings import CoordinatorSettings
-from echo2.core.staleness import Verdict
+from echo2.core.staleness import ALLOWED, Verdict
 from echo2.messages import CHUNK_MAX_BYTES, RELAY_PEERS_MAX, RelayPeers, VersionPublished
 from echo2.types import Digest, Name, PeerId, RelayPeer, Version
 
@@ -143,6 +143,20 @@ class Relays:
     @property
     def planned_version(self) -> Version | None:
         return self._planned.version if self._planned is not None else None
+
+    def plan_verdict(self, now: float) -> Verdict:
+        """May a version be planned now? Not while most of those with an address came a moment
+        ago, and nobody knows yet who of them is reached: that plan would be a star."""
+        standings = [
+            self.standing(worker.peer)
+            for worker in self.members.workers.values()
+            if self.has_relay(worker)
+        ]
+        addresses = sum(bool(standing.endpoint) for standing in standings)
+        awaited = sum(standing.is_awaited(now) for standing in standings)
+        if 2 * awaited > addresses:
+            return Verdict(ok=False, reason=f"{awaited} of {addresses} relays are being probed")
+        return ALLOWED
 
     def plan(
         self, published: VersionPublished, peers: Sequence[PeerId], now: float

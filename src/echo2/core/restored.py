@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from echo2.core.audits import Quarantine
 from echo2.core.group import StoredResult
 from echo2.core.task_queue import group_of
 from echo2.types import GroupId, LeaseId, PeerId, Task, Version
@@ -59,6 +60,7 @@ class Restored:
     groups: tuple[RestoredGroup, ...] = ()
     leases: tuple[RestoredLease, ...] = ()
     cost_usd: float = 0.0
+    quarantined: tuple[tuple[PeerId, Quarantine], ...] = ()
 
     def with_groups(self, groups: Iterable[RestoredGroup]) -> Restored:
         found = tuple(groups)

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from echo2.core.audits import Audits
 from echo2.core.broadcast import Broadcasts
 from echo2.core.buffer import GroupBook
 from echo2.core.delta_choice import DeltaOffers, Way, main_group
 from echo2.core.effects import Effect, Emit, Finish, Persist, Send
 from echo2.core.estimates import Estimate
 from echo2.core.evals import Eval, EvalLease, Evals
-from echo2.core.group import End, Group, GroupState, Lease
+from echo2.core.group import WITH_RESULT, End, Group, GroupState, Lease
 from echo2.core.history import TrainedHistory
 from echo2.core.lineage import Lineage
-from echo2.core.membership import Members
+from echo2.core.membership import Members, Worker
 from echo2.core.records import Record
 from echo2.core.relay_parts import RelayPart, announcement, planned_fields
+from echo2.core.relay_standing import FIRST_PROBE_PATIENCE_S
 from echo2.core.relays import Relays
 from echo2.core.restored import Restored, RestoredGroup, RestoredLease
 from echo2.core.settings import CoordinatorSettings
@@ -34,7 +36,7 @@ from echo2.messages import (
     Shutdown,
     VersionPublished,
 )
-from echo2.types import GroupId, LeaseId, PeerId, Task, Version
+from echo2.types import GroupId, GroupMismatch, LeaseId, PeerId, Task, Version
 
 RECENT_LEASES_MAX = 16_384
 PAST_HELLOS_MAX = 256
@@ -52,7 +54,8 @@ class Batch:
 @dataclass(slots=True)
 class Seat:
     """The learner's place. `peer` is None while nobody sits there; `wanted_step` is the
-    batch that it waits for; `completing` names the record that makes its step durable."""
+    batch that it waits for; `completing` names the record that makes its step durable, and
+    `mismatch` is what the learner compared in it."""
 
     peer: PeerId | None = None
     hello_id: str = ""
@@ -62,8 +65,10 @@ class Seat:
     vacant_since: float = 0.0
     text: str = ""
     wanted_step: int | None = None
+    wanted_at: float = 0.0
     batch: Batch | None = None
     completing: int | None = None
+    mismatch: list[tuple[PeerId, GroupMismatch]] = field(default_factory=list)
     told_text: str = ""
     told_at: float = 0.0
 
@@ -85,12 +90,17 @@ class RunState:
         self.broadcasts = Broadcasts()
         self.deltas = DeltaOffers()
         self.evals = Evals()
+        self.audits = Audits(settings.audit)
         self.seat = Seat()
         self.past_hellos: deque[str] = deque(maxlen=PAST_HELLOS_MAX)
         self.stream = TaskStream()
         self.announcements: dict[Version, VersionPublished] = {}
         self.published_at: dict[Version, float] = {}
+        self.unplanned: Version | None = None
+        self.plan_waits: tuple[Version, float] | None = None
         self.pending: dict[int, tuple[Record, Any]] = {}
+        self.recorded_at: dict[int, float] = {}
+        """When each of `pending` was given to the ledger, in order."""
         self.next_record_id = 1
         self.next_lease = 1
         self.recent_leases: OrderedDict[LeaseId, None] = OrderedDict()
@@ -140,6 +150,7 @@ class RunState:
         self.cost_usd = restored.cost_usd
         self.restored_trained = list(restored.trained)
         self.told_step = restored.told_step
+        self.audits.restore(dict(restored.quarantined))
         for lease in restored.leases:
             self._resume(lease)
 
@@ -200,6 +211,11 @@ class RunState:
         batch = self.seat.batch
         return self.step + 1 if batch is not None and batch.groups else self.step
 
+    @property
+    def recording_since(self) -> float | None:
+        """Since when the oldest of the records that wait for the disk waits for it."""
+        return next(iter(self.recorded_at.values()), None)
+
     def is_admissible(self, group: Group, step: int) -> bool:
         """Has the group enough inside the window to be trained at version `step`?"""
         result = group.result
@@ -222,6 +238,7 @@ class RunState:
         record_id = self.next_record_id
         self.next_record_id += 1
         self.pending[record_id] = (record, context)
+        self.recorded_at[record_id] = self.now
         self.effects.append(Persist(record_id, record))
         return record_id
 
@@ -237,6 +254,7 @@ class RunState:
     ) -> None:
         """The group ends, once; its live lease, if any, is revoked."""
         self._tell_end(group, end, reason, trained_at)
+        self.audits.close(group.id)
         self.ends[end] += 1
         self.failed_in_row = self.failed_in_row + 1 if end == "failed" else 0
         if group.awaits_task:
@@ -300,6 +318,23 @@ class RunState:
             if tell:
                 self.revoke_at_worker(lease, reason)
 
+    def withdraw(self, group: Group, reason: str) -> None:
+        """A result that is not believed: its group is queued for another worker, and no attempt
+        is counted."""
+        result = group.result
+        assert result is not None
+        self.emit(
+            "group_withdrawn",
+            group_id=group.id,
+            lease=result.lease,
+            worker=result.worker,
+            reason=reason,
+        )
+        self.audits.close(group.id)
+        group.known_leases.pop(result.lease, None)  # sent again, it is not taken again
+        self.book.requeue(group, reason)
+        group.avoid, group.attempts = result.worker, max(0, group.attempts - 1)
+
     def is_live(self, lease: LeaseId) -> bool:
         return lease in self.book.leases or lease in self.evals.lease_eval
 
@@ -357,8 +392,15 @@ class RunState:
     # ------------------------------------------------------------------ versions
 
     def announce(self, version: Version, peers: list[PeerId]) -> None:
-        """Tell these of the version, each with its part of the plan: made for the first."""
+        """Tell these of the version, each with its part of the plan: made for the first. While
+        it cannot be planned yet nobody is told, for FIRST_PROBE_PATIENCE_S at most:
+        `announce_again` comes back to it."""
         if self.relays.planned_version != version:
+            if self.plan_waits is None or self.plan_waits[0] != version:
+                self.plan_waits = version, self.now
+            waited_s = self.now - self.plan_waits[1]
+            if waited_s < FIRST_PROBE_PATIENCE_S and not self.relays.plan_verdict(self.now):
+                return
             self._plan(version, peers)
         told: tuple[RelayPart, Way] | None = None
         for peer in peers:
@@ -386,9 +428,10 @@ class RunState:
         plan = self.relays.plan(artifact, group, self.now)
         if plan is not None:
             self.emit("dissemination_planned", **planned_fields(version, plan))
-        if self.published_at.get(version) == self.now:
+        if version == self.unplanned:
+            self.unplanned = None
             active = self.members.active(peers)
-            self.broadcasts.begin(version, active=active, now=self.now, plan=plan)
+            self.broadcasts.begin(version, active=active, now=self.published_at[version], plan=plan)
 
     def _way(self, version: Version, peer: PeerId) -> Way:
         """Deltas from what the worker has, or the whole version."""
@@ -409,18 +452,26 @@ class RunState:
             self.send(peer, message)
 
     def announce_again(self) -> None:
-        """Tell workers that have not installed the newest version of it once more, ever
-        more rarely: an announcement may be lost, and an install may take long."""
+        """Tell workers that have not installed the newest version of it, once more, ever more
+        rarely: it may not have been planned before, an announcement may be lost, and an install
+        may take long."""
         newest = self.lineage.newest
         if newest is None or newest not in self.announcements:
             return
+        due = []
         for worker in self.members.workers.values():
             if worker.installed is not None and worker.installed >= newest:
                 continue
-            times = worker.announced_times if worker.announced == newest else 0
-            patience_s = self.settings.gone_s * 2 ** min(times, 10) if times else 0.0
-            if self.now - worker.announced_at > patience_s:
-                self.announce(newest, [worker.peer])
+            if self.now > self.announced_again_at(worker):
+                due.append(worker.peer)
+        if due:
+            self.announce(newest, due)
+
+    def announced_again_at(self, worker: Worker) -> float:
+        """When a worker that has not installed the newest version is told of it once more."""
+        times = worker.announced_times if worker.announced == self.lineage.newest else 0
+        patience_s = self.settings.gone_s * 2 ** min(times, 10) if times else 0.0
+        return worker.announced_at + patience_s
 
     @property
     def keep_from(self) -> int:
@@ -438,7 +489,7 @@ class RunState:
         low = min([low, *(lease.version.step for lease in self.book.leases.values())])
         low = min([low, *(e.version.step for e in self.evals.evals.values())])
         if self.settings.late == "mask":
-            for group in self.book.in_state(GroupState.BUFFERED, GroupState.STORING):
+            for group in self.book.in_state(*WITH_RESULT):
                 if group.result is not None:
                     low = min(low, group.result.min_version.step)
         self.lineage.forget_below(low)

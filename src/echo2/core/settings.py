@@ -5,9 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from echo2.types import Sampling
+from echo2.core.suspicion import MismatchRule
+from echo2.types import PeerId, Sampling
 
 Late = Literal["wait", "drop", "mask"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditSettings:
+    """Names and units as in [audit] of the TOML schema. `key` makes the choice of groups a secret
+    of the coordinator; `rule` says when logprobs are suspicious."""
+
+    share: float = 0.0
+    workers: tuple[PeerId, ...] = ()
+    key: bytes = field(default=b"", repr=False)
+    reward_tolerance: float = 1e-6
+    refuted_needed: int = 2
+    wait_s: float = 60.0
+    in_flight_max: int = 8
+    action: Literal["quarantine", "report"] = "quarantine"
+    rule: MismatchRule = field(default_factory=MismatchRule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +57,8 @@ class CoordinatorSettings:
     eval_hold_s: float = 30.0
     no_worker_timeout_s: float = 300.0
     learner_timeout_s: float = 600.0
+    disk_timeout_s: float = 300.0
+    """The ledger takes a record within this, or the run ends. Not in the schema."""
     learner_usd_per_h: float = 0.0
     budget_usd: float = 0.0
     seed: int = 0
@@ -47,6 +66,7 @@ class CoordinatorSettings:
     host: str = "127.0.0.1"
     """What the coordinator listens on."""
     origin_uplink_mbit: float = 0.0
+    audit: AuditSettings = field(default_factory=AuditSettings)
 
     @property
     def buffer_max(self) -> int:

@@ -9,6 +9,7 @@ from echo2.core.buffer import buffered_by_version
 from echo2.core.membership import Worker
 from echo2.core.run_state import RunState
 from echo2.core.waits import waits
+from echo2.core.watchdog import wait_fields
 
 
 def status(state: RunState, dispatch_reason: str) -> dict[str, Any]:
@@ -53,6 +54,14 @@ def status(state: RunState, dispatch_reason: str) -> dict[str, Any]:
             "max": state.settings.buffer_max,
             "by_version": {str(v): n for v, n in buffered_by_version(state.book).items()},
         },
+        "quarantined": {
+            peer: {"cause": found.cause, "reason": found.reason, "step": found.step}
+            for peer, found in state.audits.quarantined.items()
+        },
+        "audits": {
+            "open": len(state.audits.open),
+            **{v: state.audits.verdicts[v] for v in ("confirmed", "refuted", "unaudited")},
+        },
         "leases": len(state.book.leases),
         "queue": len(state.book.queue),
         "groups": {
@@ -68,7 +77,7 @@ def status(state: RunState, dispatch_reason: str) -> dict[str, Any]:
         "broadcasts": [_broadcast(found) for found in state.broadcasts.broadcasts.values()],
         "install_pause_s": round(state.pause_s.mean, 6) if state.pause_s.known else None,
         "origin_mbit": _rounded(state.relays.origin_mbit),
-        "waits": waits(state, dispatch_reason),
+        "waits": [wait_fields(wait, state.now) for wait in waits(state, dispatch_reason)],
         "cost_usd": round(state.cost_usd, 6),
         "tokens_per_s": round(sum(worker.tokens_per_s for worker in ready), 1),
     }

@@ -6,7 +6,7 @@ program) delivers the payload of an index when it is asked to, any number of tim
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from echo2.types import GroupId, Task
@@ -37,6 +37,9 @@ class TaskStream:
         self.again: list[int] = sorted(again)
         self.exhausted_at: int | None = None
         self.outstanding: TaskRequest | None = None
+        self.asked_at = 0.0
+        self.waits_since: float | None = None
+        """When tasks were asked for that have not come, first and however often since."""
 
     @property
     def exhausted(self) -> bool:
@@ -45,9 +48,20 @@ class TaskStream:
             self.exhausted_at is not None and self.next_index >= self.exhausted_at
         )
 
-    def request(self, room: int) -> TaskRequest | None:
-        """What to ask for now, given room for so many tasks. One request at a time."""
-        if self.outstanding is not None or room < 1 or self.exhausted:
+    def request(self, room: int, awaiting: Collection[int] = ()) -> TaskRequest | None:
+        """What to ask for now, given room for so many tasks. One request at a time. Those of
+        `awaiting`, indexes that come again, need no room: their groups are in work, and results
+        may be here."""
+        first = min(awaiting, default=None)
+        if self.outstanding is not None or self.exhausted:
+            return None
+        if first is not None:
+            count = 1
+            while count < REQUEST_MAX and first + count in awaiting:
+                count += 1
+            self.outstanding = TaskRequest(first, count)
+            return self.outstanding
+        if room < 1:
             return None
         room = min(room, REQUEST_MAX)
         if self.again:
@@ -75,7 +89,7 @@ class TaskStream:
                 f"tasks must be numbered from {start} on without a gap, got "
                 f"{[task.index for task in tasks[:8]]}"
             )
-        self.outstanding = None
+        self.outstanding = self.waits_since = None
         end = start + len(tasks)
         wanted = {*self.again, *range(self.next_index, end)}
         if exhausted:

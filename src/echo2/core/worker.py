@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from echo2 import messages
 from echo2.core import worker_events as events
+from echo2.core.worker_audits import Audits
 from echo2.core.worker_engine import EngineCare, EngineLife
 from echo2.core.worker_events import Effect, Event, Exit, Log, Send
 from echo2.core.worker_leases import Leases
@@ -64,6 +65,7 @@ class WorkerState:
             needs_weights=settings.needs_weights, attempts_max=settings.attempts_max
         )
         self.leases = Leases(settings, self.session, self.versions)
+        self.audits = Audits()
         self._drain_until = 0.0
         self._report_at = 0.0
         self._handlers: dict[type, Callable[[Any, float], list[Effect]]] = {
@@ -82,6 +84,7 @@ class WorkerState:
             events.InstallFailed: self._install_failed,
             events.GroupDone: self._group_done,
             events.GroupFailed: self._group_failed,
+            events.AuditEnded: self._audit_ended,
             events.DrainRequested: self._drain_requested,
             messages.WorkerWelcome: self._welcome,
             messages.Refused: self._refused,
@@ -91,6 +94,7 @@ class WorkerState:
             messages.LeaseGranted: self._lease_granted,
             messages.LeaseRevoked: self._lease_revoked,
             messages.GroupAcknowledged: self._group_acknowledged,
+            messages.AuditOrdered: self._audit_ordered,
             messages.Shutdown: self._shutdown,
         }
 
@@ -147,6 +151,7 @@ class WorkerState:
             held=self.leases.held,
             installed=self.versions.serving,
             stored=settings.stored if self.versions.serving is None else (),
+            replays=settings.replays,
         )
         return [Send(hello)]
 
@@ -157,7 +162,10 @@ class WorkerState:
         self.session.welcome(welcome, now)
         if self.phase is WorkerPhase.JOINING:
             self._move(WorkerPhase.SYNCING)
-        effects = self.leases.welcome(welcome.alive)
+        effects: list[Effect] = [
+            Send(report) for report in self.versions.tell_again(self.session.next_sequence)
+        ]
+        effects += self.leases.welcome(welcome.alive)
         if self.phase is WorkerPhase.DRAINING:
             effects.append(Send(messages.Draining(reason=clipped(self.leases.leaving))))
         fields = {"run_id": welcome.run_id, "held": len(self.leases.live), "state": str(self.phase)}
@@ -171,8 +179,9 @@ class WorkerState:
         log = Log("warning", "message_refused", fields)
         return [log, *self._hello(now)] if self.session.refused(refused, now) else [log]
 
-    def _heartbeat_echo(self, _: messages.HeartbeatEcho, now: float) -> list[Effect]:
+    def _heartbeat_echo(self, echo: messages.HeartbeatEcho, now: float) -> list[Effect]:
         self.session.echoed(now)
+        self.versions.heard(echo.sequence)
         return []
 
     def _tick(self, tick: events.Tick, now: float) -> list[Effect]:
@@ -348,6 +357,23 @@ class WorkerState:
     def _group_acknowledged(self, told: messages.GroupAcknowledged, now: float) -> list[Effect]:
         return self.leases.acknowledged(told)
 
+    # ------------------------------------------------------------------------ audits
+
+    def _audit_ordered(self, order: messages.AuditOrdered, now: float) -> list[Effect]:
+        if not self.session.welcomed:
+            return [_stale(order)]
+        problem = ""
+        if self.leases.leaving:
+            problem = f"this worker leaves: {self.leases.leaving}"
+        elif not self.settings.replays:
+            problem = f"environment {self.settings.environment!r} cannot be played again"
+        elif self.versions.serving is None:
+            problem = "no version is installed, so that the environment may not be up"
+        return self.audits.ordered(order, problem=problem)
+
+    def _audit_ended(self, event: events.AuditEnded, now: float) -> list[Effect]:
+        return self.audits.ended(event.answer, welcomed=self.session.welcomed)
+
     # ------------------------------------------------------------------------ the end
 
     def _drain_requested(self, event: events.DrainRequested, now: float) -> list[Effect]:
@@ -387,9 +413,9 @@ class WorkerState:
             return []
         effects: list[Effect] = []
         if self.session.welcomed:
-            if self.versions.report is not None:
-                effects.append(Send(self.versions.report))
-                self.versions.report = None
+            report = self.versions.sent(self.session.next_sequence)
+            if report is not None:
+                effects.append(Send(report))
             resend_s = max(10.0, 2 * self.session.silence_max_s)
             effects += self.leases.outbox.flush(now, resend_s=resend_s)
         if self.phase is WorkerPhase.DRAINING:

@@ -6,6 +6,10 @@ before anything changes; then it changes the state and leaves effects.
 
 from __future__ import annotations
 
+from itertools import islice
+
+from echo2.core.admission import settle
+from echo2.core.audits import Quarantine
 from echo2.core.group import Group, GroupState, StoredResult
 from echo2.core.membership import Worker, WorkerState
 from echo2.core.records import GroupStored
@@ -32,6 +36,17 @@ from echo2.types import PeerId
 
 REST_S = 1.0
 """A worker that could not work on a lease gets no other one for so long."""
+REVOKED_PER_HEARTBEAT_MAX = 64
+"""Leases of one heartbeat that the worker is told are given up; the next heartbeat tells of
+more. Else one message of a few kilobytes would be answered with thousands."""
+
+
+def quarantined_text(peer: PeerId, quarantine: Quarantine) -> str:
+    """Why the hello of `peer` is refused, and what lifts it."""
+    return (
+        f"{peer} is quarantined since step {quarantine.step}: {quarantine.reason}; the operator of "
+        f"the run can lift it: echo2 keys pardon {peer} --run-dir RUN_DIR"
+    )
 
 
 class WorkerDesk:
@@ -43,7 +58,7 @@ class WorkerDesk:
 
     def hello(self, peer: PeerId, hello: WorkerHello) -> None:
         state, settings = self.state, self.state.settings
-        refusal = self._refusal(hello) or self.relays.refusal(peer, hello)
+        refusal = self._refusal(peer, hello) or self.relays.refusal(peer, hello)
         if refusal is not None:
             state.refuse(peer, *refusal)
             return
@@ -68,6 +83,7 @@ class WorkerDesk:
             uplink_mbit=hello.uplink_mbit,
             downlink_mbit=hello.downlink_mbit,
             stored=hello.stored,
+            replays=hello.replays,
         )
         if known is not None:
             worker.latency_s, worker.install_s = known.latency_s, known.install_s
@@ -116,13 +132,17 @@ class WorkerDesk:
                 precision=hello.precision,
                 slots=hello.slots,
             )
+        state.audits.auditor_left(peer)  # what it was asked before may be lost
         self.relays.joined(worker, was_here=known is not None)
         behind = newest is not None and (worker.installed is None or worker.installed < newest)
         if newest is not None and published is not None and behind:
             state.announce(newest, [peer])
 
-    def _refusal(self, hello: WorkerHello) -> tuple[str, str] | None:
+    def _refusal(self, peer: PeerId, hello: WorkerHello) -> tuple[str, str] | None:
         settings = self.state.settings
+        quarantine = self.state.audits.quarantined.get(peer)
+        if quarantine is not None:
+            return ("quarantined", quarantined_text(peer, quarantine))
         if hello.protocol != PROTOCOL:
             return (
                 "protocol",
@@ -159,13 +179,14 @@ class WorkerDesk:
         self._member(peer)
         self.leave(peer, message.reason)
 
-    def leave(self, peer: PeerId, reason: str) -> None:
-        """The worker is gone: its leases go to others."""
+    def leave(self, peer: PeerId, reason: str, *, counted: bool = True) -> None:
+        """The worker is gone: its leases go to others, and are `counted` as attempts."""
         state = self.state
         del state.members.workers[peer]
         self.relays.left(peer)
+        state.audits.auditor_left(peer)
         for lease in state.book.leases_of(peer):
-            state.lose_lease(lease, f"{peer} is gone: {reason}", counted=True, tell=False)
+            state.lose_lease(lease, f"{peer} is gone: {reason}", counted=counted, tell=False)
         for eval_lease in state.evals.leases_of(peer):
             state.evals.give_back(eval_lease.id, f"{peer} is gone: {reason}")
         state.emit("worker_gone", worker=peer, reason=reason)
@@ -181,9 +202,9 @@ class WorkerDesk:
             tokens = message.lease_tokens.get(eval_lease.id, 0)
             if tokens > eval_lease.tokens:
                 eval_lease.tokens, eval_lease.progressed_at = tokens, self.state.now
-        for lease_id in message.lease_tokens:
-            if not self.state.is_live(lease_id):
-                self.state.send(peer, LeaseRevoked(lease=lease_id, reason="it was given up here"))
+        dead = (lease for lease in message.lease_tokens if not self.state.is_live(lease))
+        for lease_id in islice(dead, REVOKED_PER_HEARTBEAT_MAX):
+            self.state.send(peer, LeaseRevoked(lease=lease_id, reason="it was given up here"))
         self.state.send(peer, HeartbeatEcho(sequence=message.sequence))
 
     # -------------------------------------------------------------------- installs
@@ -192,6 +213,8 @@ class WorkerDesk:
         state = self.state
         worker = self._member(peer)
         digest = state.lineage.published.get(message.version)
+        if digest is None and message.past:
+            return  # it was so long ago that nothing of it can be trained any more
         if digest is None:
             raise RemoteProtocolError(
                 f"{peer} installed version {message.version}, which was never published",
@@ -203,6 +226,9 @@ class WorkerDesk:
                 f"which is {digest[:16]}",
                 reason="wrong_digest",
             )
+        if message.past:
+            self._tell_installed(peer, message)
+            return
         first = worker.installed is None
         worker.installed = message.version
         worker.install_s.add(message.install_s)
@@ -213,7 +239,13 @@ class WorkerDesk:
         if not first and announced_at is not None:
             state.bcast_s.add(state.now - announced_at)
         self._give_back_other_evals(worker)
-        state.emit(
+        self._tell_installed(peer, message)
+        if first:
+            state.emit("worker_ready", worker=peer)
+        self.relays.installed(peer, message)
+
+    def _tell_installed(self, peer: PeerId, message: VersionInstalled) -> None:
+        self.state.emit(
             "version_installed",
             worker=peer,
             incarnation=message.version.incarnation,
@@ -224,9 +256,6 @@ class WorkerDesk:
             pause_s=message.pause_s,
             canary_diff=message.canary_diff,
         )
-        if first:
-            state.emit("worker_ready", worker=peer)
-        self.relays.installed(peer, message)
 
     def install_failed(self, peer: PeerId, message: InstallFailed) -> None:
         state = self.state
@@ -256,6 +285,14 @@ class WorkerDesk:
                 state.lose_eval_lease(lease, text, tell=True)
 
     # --------------------------------------------------------------------- results
+
+    def may_deliver(self, peer: PeerId, message: GroupResult) -> bool:
+        """Was this peer given the lease? Of any other result nothing is kept."""
+        if self.state.evals.of_lease(message.lease) is not None:
+            return True
+        group = self.state.book.groups.get(message.group)
+        lease = group.known_leases.get(message.lease) if group is not None else None
+        return lease is not None and lease.worker == peer
 
     def result(self, peer: PeerId, message: GroupResult) -> None:
         state = self.state
@@ -409,31 +446,19 @@ class WorkerDesk:
         message = record.payload
         assert isinstance(message, GroupResult)
         if group.state is not GroupState.STORING or group.record_id != record_id:
-            self._acknowledge(record.worker, message, "superseded", "the learner was rewound")
+            reason = group.last_reason or "the learner was rewound"
+            self._acknowledge(record.worker, message, "superseded", reason)
             return
         state.note_settled(record.lease)
         self._acknowledge(record.worker, message, "accepted")
-        if not self._ends_unused(group):
-            state.book.admit(group)
-            state.failed_in_row = 0
+        settle(state, group)
 
     def judge_restored(self) -> None:
         """Of what an earlier coordinator had acknowledged, end what cannot be trained any more,
-        or never could."""
+        or never could. Its verdicts are not known here: chosen groups are audited again."""
         for group in self.state.book.in_state(GroupState.BUFFERED):
-            self._ends_unused(group)
-
-    def _ends_unused(self, group: Group) -> bool:
-        """End a group that is too old, or says nothing."""
-        state, result = self.state, group.result
-        assert result is not None
-        if not state.is_admissible(group, state.next_step):
-            state.end_group(group, "expired", state.expired_reason(group, state.next_step))
-        elif state.settings.filter_zero_variance and not result.has_reward_variance:
-            state.end_group(group, "filtered", "all rewards of the group are equal")
-        else:
-            return False
-        return True
+            settle(self.state, group)
+        self.state.audits.ask_later()
 
     def failed(self, peer: PeerId, message: LeaseFailed) -> None:
         state = self.state

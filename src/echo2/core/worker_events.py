@@ -135,6 +135,13 @@ class GroupFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class AuditEnded:
+    """A group was played again, or could not be."""
+
+    answer: messages.AuditDone | messages.AuditFailed
+
+
+@dataclass(frozen=True, slots=True)
 class DrainRequested:
     """Leave soon; asked a second time, leave now."""
 
@@ -157,6 +164,7 @@ Event = (
     | InstallFailed
     | GroupDone
     | GroupFailed
+    | AuditEnded
     | DrainRequested
     | messages.Message
 )
@@ -248,6 +256,13 @@ class StartGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class StartAudit:
+    """Play a group of another worker again."""
+
+    order: messages.AuditOrdered
+
+
+@dataclass(frozen=True, slots=True)
 class AbortGroup:
     """Stop working on a lease; nothing more of it is reported."""
 
@@ -280,6 +295,7 @@ Effect = (
     | Install
     | Keep
     | StartGroup
+    | StartAudit
     | AbortGroup
     | Exit
     | Log

@@ -112,6 +112,11 @@ class Session:
         self._sequence += 1
         return self._sequence
 
+    @property
+    def next_sequence(self) -> int:
+        """The number of the next heartbeat."""
+        return self._sequence + 1
+
     def given_up(self, now: float) -> str:
         """Why the daemon must end; "" while there is hope."""
         limit_s = self.settings.connect_timeout_s

@@ -20,6 +20,8 @@ class WorkerSettings:
     precision: str
     environment: str
     environment_version: str = ""
+    replays: bool = False
+    """The environment can play a transcript again."""
     on_update: Literal["continue", "finish", "abort"] = "continue"
     relay_endpoint: str = ""
     relay_key: str = ""

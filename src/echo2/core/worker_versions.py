@@ -11,12 +11,17 @@ times. Leaves bytes, engines and clocks to the shell.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from echo2 import messages
 from echo2.core.worker_events import CancelFetch, Effect, Fetch, Install, Log, Send
 from echo2.messages import VersionAnnounced, VersionInstalled
 from echo2.types import Version
 
 GIVEN_UP_MAX = 64
+UNHEARD_MAX = 64
+NEVER_SENT = 1 << 62
+"""Above the number of any heartbeat."""
 KEEP_FETCH_ABOVE = 0.5
 """A fetch with a larger share of its bytes here ends before a newer one begins."""
 
@@ -32,7 +37,9 @@ def clipped(text: str) -> str:
 
 
 class Versions:
-    """`report` is the VersionInstalled that the coordinator has not been sent yet."""
+    """`report` is the VersionInstalled that the coordinator has not been sent yet. Those that were
+    sent are kept until a later heartbeat was echoed: a connection that is lost may take them
+    with it, and what was sampled by such a version must not come from nowhere."""
 
     def __init__(self, *, needs_weights: bool, attempts_max: int) -> None:
         self.needs_weights = needs_weights
@@ -53,6 +60,28 @@ class Versions:
         self._retry_at = float("-inf")
         self._hold_since: float | None = None
         self._last_report: VersionInstalled | None = None
+        self._unheard: list[tuple[int, VersionInstalled]] = []
+        """With the number of the heartbeat whose echo says that it was heard."""
+
+    def sent(self, sequence: int) -> VersionInstalled | None:
+        """What is to be reported now; heartbeat `sequence` will be the next."""
+        report = self.report
+        self._remember(sequence)
+        return report
+
+    def heard(self, sequence: int) -> None:
+        """The echo of a heartbeat: what was sent before it has arrived."""
+        self._unheard = [entry for entry in self._unheard if entry[0] > sequence]
+
+    def tell_again(self, sequence: int) -> list[VersionInstalled]:
+        """After a lost connection: what may not have arrived, for the record alone."""
+        self._unheard = [(sequence, report) for _, report in self._unheard]
+        return [replace(report, past=True) for _, report in self._unheard]
+
+    def _remember(self, sequence: int) -> None:
+        report, self.report = self.report, None
+        if report is not None:
+            self._unheard = [*self._unheard[1 - UNHEARD_MAX :], (sequence, report)]
 
     @property
     def serving(self) -> Version | None:
@@ -184,6 +213,7 @@ class Versions:
         self.installed = self.last_good = installed
         self.failures = 0
         self._attempts.clear()
+        self._remember(NEVER_SENT)
         self._last_report = self.report = VersionInstalled(
             version=installed.version,
             manifest_digest=installed.manifest_digest,
@@ -207,7 +237,8 @@ class Versions:
 
     def engine_lost(self) -> None:
         """The engine's memory is gone; the last version that served is still on disk."""
-        self.installing = self.installed = self.report = self._hold_since = None
+        self._remember(NEVER_SENT)
+        self.installing = self.installed = self._hold_since = None
         if self.fetched is None:
             self.fetched = self.last_good
 

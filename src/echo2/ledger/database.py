@@ -4,7 +4,7 @@
                and how it ended
     learners   incarnations and the step from which each went on
     versions   published versions and their manifests
-    facts      v, the kept checkpoints, the data position, the cost, how many groups ended how
+    facts      v, the kept checkpoints, the data position, the cost, who is quarantined
 
 What a record made of a group, a step or a version is `told` when the event that says so was seen:
 a coordinator that is killed between the commit and the event leaves it to the next one.
@@ -20,6 +20,7 @@ so many turns would cost the event loop more than the work itself.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 from collections import Counter
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from echo2.core.audits import Quarantine
 from echo2.core.records import (
     CheckpointRecorded,
     LearnerRecorded,
@@ -38,31 +40,12 @@ from echo2.core.records import (
 )
 from echo2.core.restored import Restored, RestoredLease
 from echo2.core.task_queue import group_of, index_of
-from echo2.errors import ConfigError
+from echo2.errors import ConfigError, Echo2Error
+from echo2.ledger import schema
 from echo2.ledger.rows import Rows
 from echo2.ledger.segments import Place
-from echo2.types import GroupId, Version
+from echo2.types import GroupId, PeerId, Version
 
-SCHEMA: Final = 1
-_TABLES: Final = """
-CREATE TABLE groups (
-    idx INTEGER PRIMARY KEY,
-    lease TEXT, worker TEXT,
-    incarnation INTEGER, step INTEGER, attempt INTEGER, revoke_after_s REAL,
-    segment INTEGER, offset INTEGER, num_bytes INTEGER, digest BLOB,
-    ended TEXT, trained_at INTEGER, told INTEGER NOT NULL DEFAULT 1
-);
-CREATE INDEX groups_by_segment ON groups (segment) WHERE segment IS NOT NULL;
-CREATE INDEX groups_open ON groups (idx) WHERE ended IS NULL;
-CREATE TABLE learners (incarnation INTEGER PRIMARY KEY, resume_step INTEGER NOT NULL);
-CREATE TABLE versions (
-    incarnation INTEGER, step INTEGER, manifest_digest TEXT NOT NULL,
-    told INTEGER NOT NULL DEFAULT 0,
-    PRIMARY KEY (incarnation, step)
-);
-CREATE TABLE ends (ended TEXT PRIMARY KEY, number INTEGER NOT NULL);
-CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
-"""
 OBSERVED: Final = frozenset(
     {
         "group_ended",
@@ -72,9 +55,15 @@ OBSERVED: Final = frozenset(
         "lease_failed",
         "step_completed",
         "version_published",
+        "group_withdrawn",
+        "worker_quarantined",
+        "worker_pardoned",
     }
 )
 """Events that the ledger takes in beside records: nobody waits for them to be durable."""
+QUARANTINED: Final = "quarantined"
+"""The fact that names quarantined workers: cause, reason, step and what the learner had."""
+_QUARANTINE_FIELDS: Final = ("cause", "reason", "step", "in_training")
 EARLIER: Final = "earlier"
 """How a group ended under a release without a ledger: only that it did is known here."""
 _LEASE_FIELDS: Final = (
@@ -121,21 +110,15 @@ class Database:
         self._read_again()
 
     def _prepare(self) -> None:
-        (schema,) = self._db.execute("PRAGMA user_version").fetchone()
-        if schema > SCHEMA:
+        try:
+            with self._whole():
+                schema.prepare(self._db, self._path)
+        except BaseException:  # whatever it was, no file stays open
             self._db.close()
-            raise ConfigError(
-                f"{self._path} was written by a newer release of echo2 (schema {schema}, this one "
-                f"knows {SCHEMA}); nothing in it was changed: install that release"
-            )
+            raise
         self._db.execute("PRAGMA journal_mode = WAL")
         # A commit is on the disk when it returns.
         self._db.execute("PRAGMA synchronous = FULL")
-        if schema == 0:
-            with self._whole():
-                for statement in _TABLES.split(";"):
-                    self._db.execute(statement)
-                self._db.execute(f"PRAGMA user_version = {SCHEMA}")
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -235,7 +218,7 @@ class Database:
     def version(self, record: VersionRecorded) -> None:
         version = record.version
         self._db.execute(
-            "INSERT INTO versions (incarnation, step, manifest_digest) VALUES (?, ?, ?) "
+            "INSERT INTO versions (incarnation, step, manifest_digest, told) VALUES (?, ?, ?, 0) "
             "ON CONFLICT (incarnation, step) DO UPDATE SET "
             "manifest_digest = excluded.manifest_digest",
             (version.incarnation, version.step, record.manifest_digest),
@@ -256,6 +239,13 @@ class Database:
                     "UPDATE versions SET told = 1 WHERE incarnation = ? AND step = ?",
                     (version.incarnation, version.step),
                 )
+            case "worker_quarantined":
+                told = {name: fields[name] for name in _QUARANTINE_FIELDS}
+                self._set(QUARANTINED, self._fact(QUARANTINED, {}) | {fields["worker"]: told})
+            case "worker_pardoned":
+                kept = self._fact(QUARANTINED, {})
+                kept.pop(fields["worker"], None)
+                self._set(QUARANTINED, kept)
             case _:
                 self._observe_group(index_of(GroupId(fields["group_id"])), event, fields)
         self._set("events_position", position)
@@ -273,6 +263,11 @@ class Database:
                     row.segment = row.lease = None  # its result has no place any more
             case "lease_granted":
                 self._lease(index, fields)
+            case "group_withdrawn":
+                known = self._rows.get(index)
+                if known is not None and known.lease == fields["lease"] and known.ended is None:
+                    row = self._rows.change(index)
+                    row.segment = row.lease = None
             case _:
                 self._end_lease(index, fields["lease"])
 
@@ -392,9 +387,14 @@ class Database:
         self._changed_facts.add(name)
 
     @property
-    def events_position(self) -> int:
-        """Up to where events.jsonl is taken in."""
-        return int(self._fact("events_position", 0))
+    def events_position(self) -> int | None:
+        """Up to where events.jsonl is taken in, and on the disk; None before the first look."""
+        position = self._fact("events_position", None)
+        return None if position is None else int(position)
+
+    @events_position.setter
+    def events_position(self, position: int) -> None:
+        self._set("events_position", position)
 
     def stored(self) -> list[StoredGroup]:
         """Groups whose payload may be needed: those that were acknowledged and have not ended,
@@ -459,5 +459,32 @@ class Database:
             untold=tuple(Version(i, step) for i, step, _, told in versions if not told),
             leases=self._leases(),
             cost_usd=self._fact("cost_usd", 0.0),
+            quarantined=tuple(
+                (
+                    PeerId(name),
+                    Quarantine(
+                        told["cause"], told["reason"], told["step"], tuple(told["in_training"])
+                    ),
+                )
+                for name, told in self._fact(QUARANTINED, {}).items()
+            ),
             ends=dict(self._db.execute("SELECT ended, number FROM ends WHERE number > 0")),
         )
+
+
+def quarantined_workers(path: Path) -> dict[str, dict[str, Any]]:
+    """Name -> cause, reason and step of each worker that the ledger at `path` has in quarantine;
+    {} where there is no ledger. Nothing is written. Echo2Error for one that cannot be read."""
+    if not path.is_file():
+        return {}
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=rw", uri=True)) as database:
+            row = database.execute(
+                "SELECT value FROM facts WHERE name = ?", (QUARANTINED,)
+            ).fetchone()
+    except sqlite3.Error as error:
+        raise Echo2Error(
+            f"{path} cannot be read ({error}); see what is wrong with: echo2 verify"
+        ) from error
+    found: dict[str, dict[str, Any]] = {} if row is None else json.loads(row[0])
+    return found

@@ -1,17 +1,21 @@
 """The ledger on the disk: ledger.sqlite and the payloads' segments, with group commit.
 
     append(record) --> queue --> one thread: payloads written, fdatasync
+                                             events.jsonl as it is, fdatasync
                                              facts applied, COMMIT
                                  --> on_persisted(record_id), in the order of appending
 
 The thread takes all that has come while it was busy into one commit, so that a thousand groups
 a second cost a few dozen waits for the disk. Nothing is answered before it is on the disk; an
 error of the disk ends the coordinator with its cause, and what was answered before is there.
+What the index took in of events.jsonl is on the disk too: a power cut may tear what follows, and
+that is cut off.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import sqlite3
 import threading
@@ -29,18 +33,22 @@ from echo2.core.records import GroupStored, Record, StepRecorded
 from echo2.core.restored import Restored, RestoredGroup
 from echo2.errors import ConfigError, Echo2Error
 from echo2.ledger.database import OBSERVED, Database, StoredGroup
-from echo2.ledger.events_log import read_events
+from echo2.ledger.events_log import cut_torn_lines, read_events
 from echo2.ledger.events_log import restore as restore_from_events
 from echo2.ledger.segments import SEGMENT_BYTES, Segments
 from echo2.messages import GroupResult, Lane, Role
 from echo2.types import LeaseId, PeerId, Task
+from echo2.weights.files import sync_folder
 
 log = structlog.get_logger(__name__)
 
 FILE: Final = "ledger.sqlite"
 FOLDER: Final = "ledger"
+EVENTS: Final = "events.jsonl"
 BATCH_MAX: Final = 1024
 """Most records in one commit."""
+END_S: Final = 30.0
+"""For the disk to take what was appended, at the end."""
 GATHER_S: Final = 0.002
 """A commit costs the processor as much as several groups: it waits so long for more of them."""
 SETTLE_EACH: Final = 512
@@ -70,6 +78,7 @@ class DurableLedger:
         self._thread: threading.Thread | None = None
         self._on_persisted: Callable[[int], None] = lambda _: None
         self._num_ended = 0
+        self._events = -1
         self._failed: asyncio.Future[None] | None = None
 
     def restored(self) -> Restored | None:
@@ -77,19 +86,28 @@ class DurableLedger:
         of an earlier release, which has no ledger, is read from its events. ConfigError when
         they cannot be used; nothing is changed then."""
         database = self._open()
-        events = self._run_dir / "events.jsonl"
-        if database.restored() is None:
+        events = self._run_dir / EVENTS
+        if database.events_position is None and database.restored() is None:
             earlier = restore_from_events(events)
+            end = cut_torn_lines(events, start=None)
             if earlier is not None:
-                database.take_over(earlier, events.stat().st_size)
+                database.take_over(earlier, end)
+            else:
+                with database.transaction():
+                    database.events_position = end
             return earlier
         self._catch_up(database, events)
         found = database.restored()
-        assert found is not None
+        if found is None:
+            return None
         return found.with_groups(map(self._read_group, database.stored()))
 
     async def start(self, on_persisted: Callable[[int], None]) -> None:
+        """Take records, and tell of each once it is on the disk. OSError for a folder that
+        cannot be used."""
         self._open()
+        self._events = os.open(self._run_dir / EVENTS, os.O_RDONLY | os.O_CREAT, 0o666)
+        sync_folder(self._run_dir)  # the names of all its files must outlive a power cut
         loop = asyncio.get_running_loop()
         self._failed = loop.create_future()
         self._on_persisted = on_persisted
@@ -104,12 +122,15 @@ class DurableLedger:
         await asyncio.shield(self._failed)
 
     async def stop(self) -> None:
-        """Everything that was appended is on the disk, or the disk did not take it."""
+        """Everything that was appended is on the disk, or the disk did not take it in END_S."""
         self._on_persisted = lambda _: None
         thread, self._thread = self._thread, None
         if thread is not None:
             self._queue.put(None)
-            await asyncio.to_thread(thread.join)
+            await asyncio.to_thread(thread.join, END_S)
+            if thread.is_alive():  # the disk hangs; the thread ends with the process
+                log.error("ledger_hangs", run_dir=str(self._run_dir), after_s=END_S)
+                return
         if self._failed is not None and not self._failed.done():
             self._failed.set_result(None)
         self.close()
@@ -120,11 +141,15 @@ class DurableLedger:
             self._database.close()
             self._database = None
         self._segments.close()
+        if self._events >= 0:
+            os.close(self._events)
+            self._events = -1
 
     def append(self, record_id: int, record: Record) -> None:
         self._queue.put((record_id, record))
 
     def observe(self, event: str, fields: Mapping[str, Any], position: int) -> None:
+        """An event whose line is in events.jsonl, and ends at byte `position` there."""
         if event in OBSERVED:
             self._queue.put(_Observed(event, fields, position))
 
@@ -179,6 +204,7 @@ class DurableLedger:
                 places[entry[0]] = self._segments.append(_frames(entry[1]))
         if places:
             self._segments.sync()
+        os.fdatasync(self._events)
         settles = False
         with database.transaction():
             for entry in batch:
@@ -221,15 +247,15 @@ class DurableLedger:
 
     def _catch_up(self, database: Database, events: Path) -> None:
         """Take in the events that the last process wrote and had not committed here: what it
-        told of a group stays true. (After a power cut there may be fewer than were taken in.)
-        A torn last line was cut off before."""
-        position = database.events_position
-        end = events.stat().st_size if events.exists() else 0
-        if end <= position:
-            return
-        with database.transaction():
-            for line in read_events(events, start=position):
-                database.catch_up(line.get("event", ""), line, end)
+        told of a group stays true. What a power cut tore, or what follows a part that it lost,
+        is cut off: nobody was acknowledged anything by it."""
+        position = database.events_position or 0
+        end = cut_torn_lines(events, start=position)
+        if end != position:  # it is below after a power cut under an earlier release
+            with database.transaction():
+                for line in read_events(events, start=position):
+                    database.catch_up(line.get("event", ""), line, end)
+                database.events_position = end
 
     def _read_group(self, stored: StoredGroup) -> RestoredGroup:
         task, *frames = self._segments.read(stored.place)

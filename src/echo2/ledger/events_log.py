@@ -1,26 +1,32 @@
 """events.jsonl: one JSON object for each thing that happened, appended and never changed.
 
 Lines are written before the messages that follow from them are sent, so what a peer was
-told is in the file. A line that a crash tore is cut off at the next start. `restore` reads
-the file of an earlier coordinator of the same run: incarnations, v, how each group ended.
+told is in the file. The ledger forces them to the disk with its own commits, before anything is
+acknowledged. A line that a crash tore is cut off at the next start, and all that follows it.
+`restore` reads the file of an earlier coordinator of the same run: incarnations, v, how each
+group ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
+
+import structlog
 
 from echo2.core.restored import Restored
 from echo2.core.task_queue import index_of
 from echo2.errors import ConfigError, Echo2Error
 from echo2.types import GroupId, Version
 
+log = structlog.get_logger(__name__)
 _ENCODER: Final = json.JSONEncoder(separators=(",", ":"))
 
 
@@ -35,16 +41,11 @@ class EventsLog:
         self._lines: list[bytes] = []
 
     def open(self) -> None:
-        """Cut off a torn last line, then append. ConfigError when it cannot be written."""
-        try:
+        """Append to whole lines. ConfigError when it cannot be written."""
+        with _writable(self.path):
             self._file = self.path.open("a+b", buffering=0)
-            _cut_torn_line(self._file)
-            self._end = self._file.tell()
-        except OSError as error:
-            raise ConfigError(
-                f"{self.path} cannot be written ({error.strerror}); free space or give another "
-                "--run-dir"
-            ) from error
+        cut_torn_lines(self.path, start=None)
+        self._end = self._file.seek(0, 2)
 
     def write(self, event: str, fields: dict[str, Any]) -> int:
         """Append a line; where in the file it ends."""
@@ -82,21 +83,57 @@ class EventsLog:
             ) from error
 
 
-def _cut_torn_line(file: FileIO) -> None:
-    end = file.seek(0, 2)
-    keep = end
+@contextlib.contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror}); free space or give another --run-dir"
+        ) from error
+
+
+def cut_torn_lines(path: Path, *, start: int | None) -> int:
+    """Cut off the file at the first line from byte `start` on that is no whole JSON object; with
+    None only a last line that does not end. What is left is on the disk. Returns where it ends, 0
+    for a file that is not there. ConfigError when it cannot be written."""
+    if not path.exists():
+        return 0
+    with _writable(path), path.open("r+b") as file:
+        size = file.seek(0, 2)
+        keep = _end_of_last_line(file) if start is None else _end_of_whole_lines(file, start)
+        if keep < size:
+            log.warning("events_cut_off", file=str(path), at=keep, num_bytes=size - keep)
+            file.truncate(keep)
+        if size:
+            os.fdatasync(file.fileno())
+        return keep
+
+
+def _end_of_whole_lines(file: BinaryIO, start: int) -> int:
+    end = min(start, file.seek(0, 2))
+    file.seek(end)
+    for line in file:
+        try:
+            whole = line.endswith(b"\n") and isinstance(json.loads(line), dict)
+        except ValueError:
+            whole = False
+        if not whole:
+            break
+        end += len(line)
+    return end
+
+
+def _end_of_last_line(file: BinaryIO) -> int:
+    keep = file.seek(0, 2)
     while keep > 0:
         start = max(0, keep - 65536)
         file.seek(start)
-        block = file.read(keep - start)
-        newline = block.rfind(b"\n")
+        newline = file.read(keep - start).rfind(b"\n")
         if newline >= 0:
-            keep = start + newline + 1
-            break
+            return start + newline + 1
         keep = start
-    if keep < end:
-        file.truncate(keep)
-    file.seek(0, 2)
+    return 0
 
 
 def read_events(path: Path, *, start: int = 0) -> Iterator[dict[str, Any]]:

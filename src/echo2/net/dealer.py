@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import random
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Final
@@ -40,6 +41,7 @@ from echo2.messages import Lane, Message, Role
 from echo2.net.keys import KeyPair, check_name, check_public_key
 from echo2.net.multipart import receive_frames, send_frames
 from echo2.net.out_queue import OutQueue
+from echo2.net.rate_limit import RateLimit
 from echo2.net.sockets import LANES, check_endpoint, dealer_socket, monitor_socket
 from echo2.net.tasks import Backoff, OwnedTasks
 from echo2.net.wakeups import POLLIN, POLLOUT, Wakeups, is_ready
@@ -47,6 +49,9 @@ from echo2.net.wakeups import POLLIN, POLLOUT, Wakeups, is_ready
 log = structlog.get_logger()
 
 INBOX_MAX: Final = 64
+_LOGGED_BURST: Final = 100
+_LOGGED_INTERVAL_S: Final = 1.0
+"""Messages that are refused are all counted, and logged as often as this."""
 _SENT_PER_TURN: Final = 16
 _MONITOR: Final = 1
 """Its place among the sockets that are watched."""
@@ -136,6 +141,7 @@ class Dealer:
         self._dialing: asyncio.Task[None] | None = None
         self._wakeups: Wakeups | None = None
         self._refusal_is_new = False
+        self._logged = RateLimit(_LOGGED_BURST, _LOGGED_INTERVAL_S)
         self._stopping = False
 
     async def start(self) -> None:
@@ -346,9 +352,7 @@ class Dealer:
                 )
             except RemoteProtocolError as error:
                 self.refused[error.reason] += 1
-                log.warning(
-                    "message_refused", lane=self._lane, reason=error.reason, text=str(error)
-                )
+                self._log_refused(error)
                 continue
             self.counters["received"] += 1
             if self._on_message is not None:
@@ -357,6 +361,17 @@ class Dealer:
                 self._inbox.append(message)
                 self._arrived.set()
         return True
+
+    def _log_refused(self, error: RemoteProtocolError) -> None:
+        if num_since := self._logged.note(time.monotonic()):
+            log.warning(
+                "message_refused",
+                lane=self._lane,
+                server=self._endpoint,
+                reason=error.reason,
+                text=str(error),
+                num_since=num_since,
+            )
 
     def _send_turn(self, socket: zmq.Socket[bytes]) -> None:
         num_messages = 0

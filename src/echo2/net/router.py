@@ -3,8 +3,9 @@
 Every message is checked before anyone sees it: its sender is the name of a key that is in
 the allow-list now (User-Id of the message, never the routing id), and its content is a
 message that this peer may send here. The rest is refused and counted by reason; no input
-stops the router. `on_message` runs on the event loop and does not wait; an exception out of
-it is our own bug: it is logged, stops the router, and is raised by `wait` and `stop`.
+stops the router. A peer that costs more than its budget is not read (`net.peer_budget`), and
+that is counted as "flood". `on_message` runs on the event loop and does not wait; an exception
+out of it is our own bug: it is logged, stops the router, and is raised by `wait` and `stop`.
 
 One task owns the socket:
 
@@ -24,6 +25,7 @@ daemons), it is logged once.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,6 +42,7 @@ from echo2.net.auth import KEY_PROPERTY, Authenticator
 from echo2.net.keys import NAME_PATTERN, KeyList, KeyPair
 from echo2.net.multipart import receive_frames, send_frames
 from echo2.net.out_queue import OutQueue
+from echo2.net.peer_budget import BudgetLimits, PeerBudgets
 from echo2.net.sockets import (
     LANES,
     check_endpoint,
@@ -57,6 +60,8 @@ log = structlog.get_logger()
 MESSAGES_PER_TURN: Final = 64
 BYTES_PER_TURN: Final = 8 << 20
 PEERS_MAX: Final = 65536
+FLOOD: Final = "flood"
+"""Why a message is refused that was not read: its peer's budget is used up."""
 _SENT_PER_PEER_AND_TURN: Final = 16
 _MONITOR: Final = 1
 """Its place among the sockets that are watched."""
@@ -89,6 +94,7 @@ class Router:
     any role but our own. Without `keys` (loopback only) a peer is who it says it is.
     `credit_bytes`: most bytes that wait for one peer. `peers_max`: most peers that are known;
     one more is refused, or with `forgets_oldest` takes the place of the one that came first.
+    `budget_of`: what is read of a peer; by default the lane's budget for every peer.
     Raises ConfigError for an address that is none, and without CURVE for one that is not
     loopback.
     """
@@ -110,6 +116,7 @@ class Router:
         credit_bytes: int | None = None,
         peers_max: int = PEERS_MAX,
         forgets_oldest: bool = False,
+        budget_of: Callable[[PeerId], BudgetLimits] | None = None,
     ) -> None:
         self.endpoint = ""
         """Where it is bound, with the real port; "" before `start`."""
@@ -134,6 +141,8 @@ class Router:
         self._credit_bytes = LANES[lane].credit_bytes if credit_bytes is None else credit_bytes
         self._peers_max = peers_max
         self._forgets_oldest = forgets_oldest
+        budget = LANES[lane].budget
+        self._budgets = PeerBudgets(budget_of or (lambda peer: budget))
         self._peers: dict[PeerId, _Peer] = {}
         self._queued: dict[PeerId, None] = {}  # who has a queue, in the order of service
         self._twins: set[PeerId] = set()
@@ -219,6 +228,11 @@ class Router:
         if self._last is None or self._last[0] is not message:
             self._last = message, wire.encode(message)
         return self._last[1]
+
+    def charge_refusal(self, peer: PeerId) -> None:
+        """What the peer sent was a message, and was refused all the same: that costs it as much
+        as one that was none."""
+        self._charge(peer, 0.0, refused=True)
 
     def credit(self, peer: PeerId) -> int:
         """Bytes that may be queued for `peer` now; 0 if it is not known."""
@@ -315,12 +329,14 @@ class Router:
     def _take(self, frames: list[zmq.Frame]) -> None:
         route, *parts = frames
         peer = None
+        began_s = time.thread_time()  # the processor's: other processes are not the peer's doing
         try:
             peer, key = self._identify(route, parts[0])
             if len(parts) == 1 and not len(parts[0]):
                 self._learn_route(peer, key, route.bytes)  # a Dealer connected (PROBE_ROUTER)
                 self.counters["connections"] += 1
                 return
+            self._check_budget(peer)
             message = wire.decode(
                 [part.buffer for part in parts],
                 lane=self._lane,
@@ -328,8 +344,11 @@ class Router:
                 receiver=self._role,
             )
             self._learn_route(peer, key, route.bytes)
+            self._charge(peer, time.thread_time() - began_s, refused=False)
         except RemoteProtocolError as error:
             self.refused[error.reason] += 1
+            if peer is not None and error.reason != FLOOD:
+                self._charge(peer, time.thread_time() - began_s, refused=True)
             if self._on_refused is not None:
                 self._on_refused(peer, error)
             return
@@ -339,6 +358,19 @@ class Router:
         except Exception as error:
             error.add_note(f"while {peer}'s {type(message).__name__} was handled")
             raise
+
+    def _check_budget(self, peer: PeerId) -> None:
+        if not self._budgets.allows(peer, time.monotonic()):
+            limits = self._budgets.limits_of(peer)
+            raise RemoteProtocolError(
+                f"{peer} sends more on the {self._lane} lane than is read of one peer (a burst of "
+                f"{limits.burst:g} units, then {limits.per_s:g} a second; a refused message costs "
+                f"{limits.refused:g}); this one was dropped",
+                reason=FLOOD,
+            )
+
+    def _charge(self, peer: PeerId, seconds: float, *, refused: bool) -> None:
+        self._budgets.charge(peer, time.monotonic(), refused=refused, seconds=seconds)
 
     def _identify(self, route: zmq.Frame, part: zmq.Frame) -> tuple[PeerId, str]:
         """(who sent it, with which verified key); "" for the key without CURVE."""

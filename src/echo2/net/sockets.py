@@ -26,6 +26,7 @@ from echo2.messages import (
     Role,
     frame_fields,
 )
+from echo2.net.peer_budget import BudgetLimits
 
 if TYPE_CHECKING:
     from echo2.net.keys import KeyPair
@@ -51,24 +52,51 @@ class LaneLimits:
     """`sent_max`, `received_max`: high-water marks of each connection, in messages that ZeroMQ
     has taken from us, or from the peer.
     `credit_bytes`: most bytes that wait for one peer before they are handed to ZeroMQ.
-    `ping_ms`, `silence_ms`: ZeroMQ's own heartbeat. It can only pass between two messages,
-    so lanes with long ones allow a longer silence: a slow upload is not a dead peer."""
+    `ping_ms`, `silence_ms`: ZeroMQ's own heartbeat, of the side that dials; 0: none. It can only
+    pass between two messages, so lanes with long ones allow a longer silence: a slow upload is
+    not a dead peer.
+    `budget`: what a server of this lane reads of one peer (`net.peer_budget`)."""
 
     sent_max: int
     received_max: int
     credit_bytes: int
     ping_ms: int
     silence_ms: int
+    budget: BudgetLimits
 
 
 LANES: Final = {
-    Lane.CONTROL: LaneLimits(256, 256, 16 << 20, ping_ms=5_000, silence_ms=20_000),
-    Lane.ROLLOUTS: LaneLimits(32, 32, 256 << 20, ping_ms=15_000, silence_ms=300_000),
+    # Heartbeats, installs, reports: a few a second of an honest worker.
+    Lane.CONTROL: LaneLimits(
+        *(256, 256, 16 << 20),
+        ping_ms=5_000,
+        silence_ms=20_000,
+        budget=BudgetLimits(per_s=64, burst=1024, taken=1, refused=16),
+    ),
+    # As many results as a worker makes: decoding them is a small part of what they cost, and one
+    # worker may have a quarter of the loop's time for that alone.
+    Lane.ROLLOUTS: LaneLimits(
+        *(32, 32, 256 << 20),
+        ping_ms=15_000,
+        silence_ms=300_000,
+        budget=BudgetLimits(per_s=250, burst=2000, taken=0, refused=25),
+    ),
     # Few to send: what ZeroMQ has taken can neither be put in another order nor taken back.
-    # Many to receive, far above what we ask for at once: when a mark stops the input and the
-    # peer then closes, the next ping ends the process (libzmq's issue 4841).
-    Lane.CHUNKS: LaneLimits(8, 256, 96 << 20, ping_ms=15_000, silence_ms=120_000),
-    Lane.ENROLMENT: LaneLimits(4, 4, 2 << 20, ping_ms=5_000, silence_ms=20_000),
+    # No pings: whoever dials may be fed faster than it reads by a relay that then closes, and
+    # the next ping would end its process (see `_socket`). Requests are bounded where they wait
+    # (`weights.request_queue`), and chunks cost time that was asked for.
+    Lane.CHUNKS: LaneLimits(
+        *(8, 256, 96 << 20),
+        ping_ms=0,
+        silence_ms=120_000,
+        budget=BudgetLimits(per_s=64, burst=1024, taken=0, refused=16, per_ms=0),
+    ),
+    Lane.ENROLMENT: LaneLimits(
+        *(4, 4, 2 << 20),
+        ping_ms=5_000,
+        silence_ms=20_000,
+        budget=BudgetLimits(per_s=16, burst=256, taken=1, refused=4),
+    ),
 }
 _HEADER_MAX_BYTES: Final = {Lane.ENROLMENT: 4 * JOIN_SETTINGS_MAX + 4096}
 """Where it is less than HEADER_MAX_BYTES: a token is easier come by than a worker's key."""
@@ -228,7 +256,11 @@ def _socket(
         zmq.RCVHWM: limits.received_max,
         zmq.MAXMSGSIZE: frame_max_bytes(lane, role) + CURVE_OVERHEAD_BYTES,
         zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
-        zmq.HEARTBEAT_IVL: limits.ping_ms,
+        # Of the side that dials only, which also tells the server how long it may be silent
+        # (TTL). A server that pings can be ended by any peer: one that sends until the mark
+        # above stops the input, and then closes, leaves a connection whose next ping fails an
+        # assertion of libzmq (its issues 4364, 4841).
+        zmq.HEARTBEAT_IVL: limits.ping_ms if kind == zmq.DEALER else 0,
         zmq.HEARTBEAT_TIMEOUT: limits.silence_ms,
         zmq.HEARTBEAT_TTL: limits.silence_ms,
         # A peer that vanished without a word (power, NAT) is noticed by the kernel too.

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import fcntl
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,9 +115,13 @@ class TokenRecord(BaseModel):
 
 
 class TokenBook:
-    """The tokens of `keys_dir`. Its methods read and write files: no event loop calls them."""
+    """The tokens of `keys_dir`. Its methods read and write files: no event loop calls them.
 
-    def __init__(self, keys_dir: Path) -> None:
+    `given_by_hand`: names that no machine gets by a token for several, since they mean more than
+    those of other workers (auditors); a token of that very name may give one."""
+
+    def __init__(self, keys_dir: Path, *, given_by_hand: Collection[str] = ()) -> None:
+        self._given_by_hand = frozenset(given_by_hand)
         self.keys_dir = keys_dir
         self.folder = keys_dir / "tokens"
 
@@ -248,6 +252,7 @@ class TokenBook:
             if record.name in taken:
                 raise _name_taken(record.name)
             return record.name
+        taken |= self._given_by_hand
         starts_well = wanted.startswith(f"{record.prefix}-") and NAME_PATTERN.fullmatch(wanted)
         if starts_well and not RESERVED_PATTERN.fullmatch(wanted) and wanted not in taken:
             return wanted

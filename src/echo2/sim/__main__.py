@@ -4,6 +4,7 @@
     python -m echo2.sim faulty --seed 0 --count 200 two hundred of them
     python -m echo2.sim fleet --seed 1              200 workers, nothing breaks
     python -m echo2.sim lossy --seed 3              one message in seven is lost
+    python -m echo2.sim lying --seed 3              two workers lie, and are found out
     python -m echo2.sim rewinding --seed 3          learners crash, one after the other
     python -m echo2.sim silent --seed 3             workers come back with late results
     python -m echo2.sim storm --seed 3              20 workers, every kind of fault all the time

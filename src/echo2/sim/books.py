@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from echo2.core.group import Lease, StoredResult
 from echo2.core.settings import CoordinatorSettings
+from echo2.messages import GroupResult
 from echo2.types import GroupId, LeaseId, PeerId, TrajectoryHeader, Version
 
 
@@ -21,26 +22,29 @@ class Place(enum.Enum):
     QUEUED = "queued"
     LEASED = "leased"
     STORING = "storing"
+    AUDITING = "auditing"
     BUFFERED = "buffered"
     TRAINING = "training"
     ENDED = "ended"
 
 
-OUT = frozenset({Place.LEASED, Place.STORING})
-HELD = frozenset({Place.LEASED, Place.STORING, Place.BUFFERED})
+OUT = frozenset({Place.LEASED, Place.STORING, Place.AUDITING})
+HELD = OUT | {Place.BUFFERED}
+WITH_RESULT = frozenset({Place.STORING, Place.AUDITING, Place.BUFFERED})
 
 
 @dataclass(slots=True)
 class Track:
     """One group. `lease`: the live one, or that of the result; `expiry` of what it is held
     for; `end` and `trained_at` of the end that stands. `begun`: it must end before a run
-    does."""
+    does. `truth`: the rewards that its tokens have, whatever its worker claims."""
 
     place: Place = Place.QUEUED
     lease: LeaseId | None = None
     worker: PeerId | None = None
     version: Version | None = None
     trajectories: tuple[TrajectoryHeader, ...] = ()
+    truth: tuple[float, ...] = ()
     versions: frozenset[Version] = frozenset()
     record_id: int | None = None
     expiry: int = 0
@@ -48,9 +52,11 @@ class Track:
     trained_at: int | None = None
     begun: bool = False
 
-    def take(self, trajectories: tuple[TrajectoryHeader, ...]) -> None:
+    def take(
+        self, trajectories: tuple[TrajectoryHeader, ...], truth: tuple[float, ...] = ()
+    ) -> None:
         """A result came (or, empty, is void)."""
-        self.trajectories = trajectories
+        self.trajectories, self.truth = trajectories, truth
         self.versions = frozenset(span.version for t in trajectories for span in t.spans)
 
     def tokens_from(self, step: int) -> int:
@@ -82,7 +88,9 @@ class EvalBook:
 
 class Books:
     """`step` is v, `batch` the (step, groups) that the learner trains; `by_lease` names the
-    group of every live lease, `eval_leases` the (eval, task) of those of evals."""
+    group of every live lease, `eval_leases` the (eval, task) of those of evals; `verdicts` is of
+    the audit of (group, lease), `quarantined` names what the learner had of each offender, and
+    `withdrawn` the leases whose results are not believed."""
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         self.settings = settings
@@ -101,6 +109,9 @@ class Books:
         self.lease_worker: dict[LeaseId, PeerId] = {}
         self.eval_leases: dict[LeaseId, tuple[str, str]] = {}
         self.evals: dict[str, EvalBook] = {}
+        self.verdicts: dict[tuple[GroupId, LeaseId | None], str] = {}
+        self.quarantined: dict[PeerId, frozenset[GroupId]] = {}
+        self.withdrawn: set[LeaseId] = set()
         self.buffered: Counter[int] = Counter()
         self.num_places: Counter[Place] = Counter()
 
@@ -124,7 +135,7 @@ class Books:
     @property
     def num_held(self) -> int:
         places = self.num_places
-        return places[Place.LEASED] + places[Place.STORING] + places[Place.BUFFERED]
+        return sum(places[place] for place in HELD)
 
     # -------------------------------------------------------------------------- moves
 
@@ -204,7 +215,7 @@ class Books:
                     self.move(track, Place.BUFFERED)
             self.batch = None
         for track in self.tracks.values():
-            with_result = track.place in (Place.STORING, Place.BUFFERED)
+            with_result = track.place in WITH_RESULT
             if with_result and not self.are_alive(track.versions):
                 self.requeue(track)
 
@@ -223,7 +234,7 @@ class Books:
             result = restored.get(group)
             if result is not None:
                 track.begun = True
-                track.take(result.trajectories)
+                track.take(result.trajectories, truth_of(result.payload))
                 track.lease, track.worker = result.lease, result.worker
                 self.move(track, Place.BUFFERED, sampled=min(track.versions))
         if self.batch is not None and not all(group in trained for group in self.batch[1]):
@@ -241,3 +252,13 @@ def _take(counts: Counter[int], key: int) -> None:
     counts[key] -= 1
     if not counts[key]:
         del counts[key]
+
+
+def truth_of(payload: object) -> tuple[float, ...]:
+    """The rewards that a simulated group's tokens have: each trajectory's last one, 0 or 1."""
+    assert isinstance(payload, GroupResult)
+    found, end = [], 0
+    for header in payload.trajectories:
+        end += 4 * header.length
+        found.append(float(int.from_bytes(payload.token_ids[end - 4 : end], "little")))
+    return tuple(found)

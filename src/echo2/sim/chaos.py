@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from random import Random
+from random import Random, SystemRandom
 from typing import Final, TypeVar
 
 from echo2.errors import ConfigError
@@ -121,6 +121,11 @@ class Chaos:
             on_update=on_update,  # type: ignore[arg-type]
             rest_s=rng.choice((1.0, 10.0)),
         )
+
+
+def fresh_seed() -> int:
+    """One that was hardly ever played before."""
+    return SystemRandom().randrange(10**6, 10**12)
 
 
 def _without(model: Model, kinds: frozenset[str]) -> Model:

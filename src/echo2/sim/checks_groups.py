@@ -16,7 +16,7 @@ from echo2.messages import (
     WorkerHello,
     WorkerWelcome,
 )
-from echo2.sim.books import Place, Track, WorkerBook
+from echo2.sim.books import Place, Track, WorkerBook, truth_of
 from echo2.sim.checks_evals import EvalChecks
 from echo2.sim.moment import Moment, check_window, require
 from echo2.types import GroupId, PeerId
@@ -44,6 +44,7 @@ class GroupChecks:
     def _granted(self, peer: PeerId, granted: LeaseGranted) -> None:
         books = self.books
         worker = books.workers.get(peer)
+        require(peer not in books.quarantined, f"{granted.lease} was granted to {peer}")
         require(worker is not None, f"{granted.lease} was granted to {peer}, which is not here")
         assert worker is not None
         require(not worker.draining, f"{granted.lease} was granted to {peer}, which leaves")
@@ -98,7 +99,7 @@ class GroupChecks:
         for lease in (track.lease, record.lease):
             if lease is not None:
                 books.end_lease(lease)
-        track.take(message.trajectories)
+        track.take(message.trajectories, truth_of(message))
         track.record_id = record_id
         track.lease, track.worker = record.lease, record.worker
         require(

@@ -16,13 +16,15 @@ from echo2.messages import (
     VersionAnnounced,
 )
 from echo2.sim.books import Place, Track
+from echo2.sim.checks_audits import AuditChecks
 from echo2.sim.moment import Moment, check_window, require
 from echo2.types import GroupId, PeerId, Version
 
 
 class LearnerChecks:
-    def __init__(self, moment: Moment) -> None:
+    def __init__(self, moment: Moment, audits: AuditChecks) -> None:
         self.moment = moment
+        self.audits = audits
         self.books = moment.books
         self.settings = moment.settings
         self.sends: dict[type, Callable[[PeerId, Any], None]] = {
@@ -61,6 +63,7 @@ class LearnerChecks:
         tracks = [books.track(group) for group in granted.groups]
         for group, track in zip(granted.groups, tracks, strict=True):
             require(track.place is Place.BUFFERED, f"{group} is in a batch and {track.place.value}")
+            self.audits.check_trained(group, track)
             check_window(self.moment, group, track, granted.step)
         self._check_order(tracks, granted.step)
         if settings.late == "wait" and size:
@@ -126,7 +129,11 @@ class LearnerChecks:
         )
         for group in step.groups:
             track = books.track(group)
-            require(track.place is Place.BUFFERED, f"{group} was trained and {track.place.value}")
+            require(
+                track.place in (Place.BUFFERED, Place.AUDITING),
+                f"{group} was trained and {track.place.value}",
+            )
+            self.audits.check_trained(group, track)
             check_window(self.moment, group, track, step.step)
             books.move(track, Place.TRAINING)
         books.batch = (step.step, step.groups)

@@ -32,7 +32,7 @@ from echo2.messages import (
 from echo2.sim.learner import SimLearner, digest_of
 from echo2.sim.network import DIRECTIONS, Direction
 from echo2.sim.worker import SimWorker
-from echo2.types import GroupId, LeaseId, PeerId, Sampling, Span, Task, Version
+from echo2.types import GroupId, GroupMismatch, LeaseId, PeerId, Sampling, Span, Task, Version
 
 if TYPE_CHECKING:
     from echo2.sim.simulation import Simulation
@@ -270,10 +270,10 @@ class FaultInjector:
             StepCompleted(
                 incarnation=incarnation,
                 step=step,
-                groups=(group_of(step),),
+                groups=(group_of(step),) * 2,  # by the time it comes that step may be under way
                 train_s=0,
                 wait_s=0,
-                mismatch={"w0": 0.5},
+                mismatch=(GroupMismatch(group_of(step), 64, 0.5),),
             ),
             BatchRequest(incarnation=incarnation, step=step),
             TasksSubmitted(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from echo2.core.effects import DeliverGroup, Effect, Emit, Finish, Persist, Send
+from echo2.core.effects import DeliverGroup, Effect, Emit, Finish, OrderAudit, Persist, Send
 from echo2.core.events import Event, Persisted, Received
 from echo2.core.records import (
     GroupStored,
@@ -29,6 +29,7 @@ from echo2.messages import (
     VersionPublished,
 )
 from echo2.sim.books import Books, EvalBook, Place
+from echo2.sim.checks_audits import AuditChecks
 from echo2.sim.checks_evals import EvalChecks
 from echo2.sim.checks_groups import GroupChecks
 from echo2.sim.checks_learner import LearnerChecks
@@ -39,19 +40,25 @@ __all__ = ["Invariants", "Violation"]
 
 
 class Invariants:
-    def __init__(self, settings: CoordinatorSettings) -> None:
+    """`liars`: workers that are not honest."""
+
+    def __init__(
+        self, settings: CoordinatorSettings, liars: frozenset[PeerId] = frozenset()
+    ) -> None:
         self.settings = settings
         self.books = Books(settings)
         self.num_checked = 0
         self.moment = Moment(settings, self.books)
         evals = EvalChecks(self.moment)
-        groups, learner = GroupChecks(self.moment, evals), LearnerChecks(self.moment)
+        self._audits = audits = AuditChecks(self.moment, liars)
+        groups, learner = GroupChecks(self.moment, evals), LearnerChecks(self.moment, audits)
         self._groups, self._learner = groups, learner
         self._effects: dict[type, Callable[[Any], None]] = {
             Emit: self._emit,
             Persist: self._persist,
             DeliverGroup: learner.delivered,
             Finish: self._finish,
+            OrderAudit: self._order,
         }
         self._sends: dict[type, Callable[[PeerId, Any], None]] = {
             **groups.sends,
@@ -61,6 +68,7 @@ class Invariants:
         self._emits: dict[str, Callable[[dict[str, Any]], None]] = {
             **groups.emits,
             **learner.emits,
+            **audits.emits,
             "run_finished": self._run_finished,
         }
 
@@ -93,7 +101,8 @@ class Invariants:
             if group.result is not None
         }
         for group, track in books.tracks.items():
-            acknowledged = track.place in (Place.BUFFERED, Place.TRAINING) and group not in trains
+            with_result = (Place.BUFFERED, Place.AUDITING, Place.TRAINING)
+            acknowledged = track.place in with_result and group not in trains
             if acknowledged and books.are_alive(track.versions):
                 require(group in restored, f"{group} was acknowledged, and a restart lost it")
         resumed = state.book.leases
@@ -110,11 +119,15 @@ class Invariants:
                 f"{group} ended, and a restart brought it back",
             )
         stored = {result.lease for result in restored.values()}
+        back = sorted(stored & books.withdrawn)
+        require(not back, f"results of {back[:5]} were withdrawn, and a restart brought them back")
         self.moment.durable_results |= stored
         self.moment.settled |= stored
         books.forget_all_open(restored, resumed.values(), trains)
+        for worker in books.quarantined:
+            require(worker in state.audits.quarantined, f"{worker} was quarantined, till a restart")
         self.moment.pending.clear()
-        self.moment.last = False
+        self.moment.last, self.moment.was_restarted = False, True
 
     def _before(self, event: Event) -> None:
         books = self.books
@@ -171,7 +184,19 @@ class Invariants:
             not self.moment.owed or self.moment.finished,
             lambda: f"not returned by a rewind: {self.moment.owed}",
         )
+        self._audits.after()
         self._check_sizes(state)
+
+    def _order(self, order: OrderAudit) -> None:
+        track = self.books.track(order.group)
+        require(
+            track.place is Place.AUDITING and track.lease == order.result.lease,
+            f"{order.peer} is to audit {order.group}, which is {track.place.value}",
+        )
+        require(
+            order.peer in self.books.workers and order.peer != track.worker,
+            f"{order.peer} is to audit {order.group} of {track.worker}",
+        )
 
     def _check_sizes(self, state: RunState) -> None:
         """Memory does not grow with the run."""

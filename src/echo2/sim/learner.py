@@ -40,9 +40,10 @@ from echo2.messages import (
 from echo2.sim.scenario import LearnerModel
 from echo2.sim.timeline import Timeline
 from echo2.sim.worker import Wire
-from echo2.types import GroupId, PeerId, Sampling, Task, Version
+from echo2.types import GroupId, GroupMismatch, PeerId, Sampling, Task, Version
 
 ORIGIN = "tcp://origin:1"
+TOKENS_COMPARED = 64
 
 
 @dataclass(slots=True)
@@ -58,7 +59,8 @@ def digest_of(version: Version) -> str:
 
 
 class SimLearner:
-    """`on_end(reason)`: the process is over, by itself."""
+    """`on_end(reason)`: the process is over, by itself. `fabricators`: workers whose logprobs are
+    not those of the version that they name."""
 
     def __init__(
         self,
@@ -73,6 +75,7 @@ class SimLearner:
         steps: int,
         period: int,
         on_end: Callable[[str], None],
+        fabricators: frozenset[PeerId] = frozenset(),
     ) -> None:
         self.peer = peer
         self.model = model
@@ -84,16 +87,18 @@ class SimLearner:
         self.steps = steps
         self.period = period
         self.on_end = on_end
+        self.fabricators = fabricators
         self.alive = True
         self.stopped = False
         self.incarnation = 0
         self.step = 0
         self.wait_s = 0.0
         self.train_s = 0.0
+        self._mismatch_rng = Random(f"mismatch {peer} {name}")
         self._inbox: list[object] = []
         self._request: Message | None = None
         self._granted: BatchGranted | None = None
-        self._groups: set[GroupId] = set()
+        self._groups: dict[GroupId, PeerId] = {}
         self._published: int | None = None
         self._newest: VersionPublished | None = None
         self._asked_at = 0.0
@@ -301,7 +306,7 @@ class SimLearner:
         if self.step >= self.steps:
             self._say_goodbye(f"{self.steps} steps are done")
             return
-        self._granted, self._groups = None, set()
+        self._granted, self._groups = None, {}
         self._asked_at = self.timeline.now
         self._ask(BatchRequest(incarnation=self.incarnation, step=self.step))
 
@@ -312,12 +317,12 @@ class SimLearner:
 
     def _group(self, delivered: DeliverGroup) -> None:
         if isinstance(self._request, BatchRequest) and delivered.step == self._request.step:
-            self._groups.add(delivered.group)
+            self._groups[delivered.group] = delivered.result.worker
             self._batch_if_whole()
 
     def _batch_if_whole(self) -> None:
         granted = self._granted
-        if granted is None or not self._groups.issuperset(granted.groups):
+        if granted is None or not self._groups.keys() >= set(granted.groups):
             return
         self._request = None
         self.wait_s += self.timeline.now - self._asked_at
@@ -340,9 +345,18 @@ class SimLearner:
                 groups=self._granted.groups,
                 train_s=self.train_s,
                 wait_s=self.wait_s,
-                mismatch={},
+                mismatch=tuple(map(self._compared, self._granted.groups)),
             )
         )
+
+    def _compared(self, group: GroupId) -> GroupMismatch:
+        model = self.model
+        median = model.mismatch
+        rng = self._mismatch_rng
+        if self._groups[group] in self.fabricators or rng.random() < model.outlier_share:
+            median = model.lied_mismatch
+        diff = median * rng.lognormvariate(0.0, model.mismatch_sigma)
+        return GroupMismatch(group, TOKENS_COMPARED, diff)
 
     def _step_durable(self, step: int) -> None:
         completed = self._request

@@ -30,7 +30,8 @@ DURABLE_MAX: Final = 64
 class Moment:
     """`record` is the one that this event made durable; `durable` the newest steps and versions
     that are; `settled` the leases whose results
-    were accepted; `owed` what a rewind must return now; `last`: the last batch was granted."""
+    were accepted; `owed` what a rewind must return now; `last`: the last batch was granted;
+    `was_restarted`: the coordinator was, at some time."""
 
     settings: CoordinatorSettings
     books: Books
@@ -46,6 +47,7 @@ class Moment:
     final: set[Version] = field(default_factory=set)
     returned: set[GroupId] = field(default_factory=set)
     owed: dict[GroupId, str] = field(default_factory=dict)
+    was_restarted: bool = False
     last: bool = False
     finished: bool = False
 

@@ -12,13 +12,15 @@ from random import Random
 from typing import Literal
 
 from echo2.core.settings import CoordinatorSettings
+from echo2.types import PeerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerModel:
     """`latency_s`: mean time of a group in a slot, gamma distributed with
     `latency_cv`; `num_tokens` sampled in a trajectory; `rest_s`: time until it comes back
-    after it died or left."""
+    after it died or left. `lies`: it claims a reward of 1 for everything, or logprobs that its
+    weights do not give."""
 
     slots: int = 4
     latency_s: float = 4.0
@@ -28,6 +30,9 @@ class WorkerModel:
     on_update: Literal["continue", "finish"] = "continue"
     price_usd_per_h: float = 0.5
     rest_s: float = 10.0
+    lies: Literal["", "rewards", "logprobs"] = ""
+    audit_s: float = 0.2
+    """Longest time that an audit takes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +50,12 @@ class LearnerModel:
     num_tasks: int | None = None
     retry_s: float = 2.0
     rest_s: float = 5.0
+    mismatch: float = 0.012
+    mismatch_sigma: float = 0.3
+    """Of an honest group, lognormal: median in nats, and spread of the logarithm."""
+    outlier_share: float = 0.002
+    lied_mismatch: float = 1.0
+    """Of an odd honest group, which happens, and of a group with fabricated logprobs."""
     resumes_any_checkpoint: bool = False
     """Resume from any checkpoint that is kept, not always from the newest."""
 
@@ -111,6 +122,11 @@ class Scenario:
     tick_s: float = 0.25
     patience_s: float = 4000.0
     steps_after: int | None = None
+
+    @property
+    def liars(self) -> dict[PeerId, str]:
+        """Name -> what it lies about."""
+        return {PeerId(f"w{i}"): model.lies for i, model in enumerate(self.workers) if model.lies}
 
 
 def a_run(seed: int, **changes: object) -> CoordinatorSettings:

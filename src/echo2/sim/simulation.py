@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from echo2.core.coordinator import CoordinatorState
-from echo2.core.effects import DeliverGroup, Effect, Emit, Finish, Persist, Send
+from echo2.core.effects import DeliverGroup, Effect, Emit, Finish, OrderAudit, Persist, Send
 from echo2.core.events import Event, Persisted, Received, Tick
 from echo2.core.waits import waits
 from echo2.errors import RemoteProtocolError
-from echo2.messages import GroupResult, Heartbeat, LearnerHeartbeat, Message, Refused
+from echo2.messages import AuditOrdered, GroupResult, Heartbeat, LearnerHeartbeat, Message, Refused
 from echo2.sim.faults import FaultInjector
 from echo2.sim.invariants import Invariants, Violation
 from echo2.sim.learner import Disk, SimLearner
@@ -57,7 +57,7 @@ class Simulation:
         self.timeline = Timeline()
         self.network = Network(self.timeline, Random(f"network {scenario.seed}"), scenario.network)
         self.core = CoordinatorState(scenario.settings)
-        self.invariants = Invariants(scenario.settings)
+        self.invariants = Invariants(scenario.settings, frozenset(scenario.liars))
         self.steps = scenario.steps
         self.outcome = Outcome()
         self.trace: deque[tuple[float, Event | Emit | str]] = deque(maxlen=TRACE_LENGTH)
@@ -93,7 +93,8 @@ class Simulation:
             timeline.at(scenario.faults.until_s, self._calm_down)
         until_s = scenario.faults.until_s + scenario.patience_s
         if not timeline.run(until_s=until_s, stop=lambda: self.finish is not None):
-            causes = "; ".join(waits(self.core.state, self.core.dispatcher.reason))
+            found = waits(self.core.state, self.core.dispatcher.reason)
+            causes = "; ".join(wait.text for wait in found)
             raise Violation(
                 f"no end {scenario.patience_s:g} s after the last fault: step "
                 f"{self.core.state.step} of {self.steps}; {causes}"
@@ -170,6 +171,7 @@ class Simulation:
             steps=self.steps,
             period=self.scenario.settings.period,
             on_end=self._learner_ended,
+            fabricators=frozenset(p for p, lie in self.scenario.liars.items() if lie == "logprobs"),
         )
         self.learner = learner
         self.processes[learner.peer] = learner
@@ -257,8 +259,9 @@ class Simulation:
             refusal = Refused(reason=error.reason, text=str(error)[:2048], fatal=False)
             self._send_out(event.peer, refusal.LANE, refusal)
             return
-        crash = "" if any(isinstance(effect, Finish) for effect in effects) else self._crash
-        if crash == "before" and effects:
+        finishes = any(isinstance(effect, Finish) for effect in effects)
+        crash = self._crash if effects and not finishes else ""
+        if crash == "before":
             self.restart_coordinator()
             return
         if crash == "between":
@@ -269,7 +272,7 @@ class Simulation:
         for effect in sorted(effects, key=lambda effect: not isinstance(effect, Emit)):
             self._carry_out(effect)
         self.invariants.observe(event, effects, self.core.state)
-        if crash and effects:
+        if crash:
             self.restart_coordinator()
 
     def _carry_out(self, effect: Effect) -> None:
@@ -278,6 +281,8 @@ class Simulation:
                 self._send_out(peer, message.LANE, message)
             case DeliverGroup(peer):
                 self._send_out(peer, "rollouts", effect)
+            case OrderAudit(peer):
+                self._send_out(peer, AuditOrdered.LANE, _audit_ordered(effect))
             case Persist(record_id, record):
                 self.ledger.append(record_id, record)
                 self._persist(record_id)
@@ -343,6 +348,20 @@ def _line(now: float, what: Event | Emit | str) -> str:
     if isinstance(what, Emit):
         return f"{now:9.3f}    -> {what.event} {what.fields}"
     return f"{now:9.3f} {_short(what)}"
+
+
+def _audit_ordered(effect: OrderAudit) -> AuditOrdered:
+    payload = effect.result.payload
+    assert isinstance(payload, GroupResult)
+    return AuditOrdered(
+        lease=effect.result.lease,
+        group=effect.group,
+        task=effect.task,
+        sampling=effect.sampling,
+        trajectories=effect.result.trajectories,
+        token_ids=payload.token_ids,
+        loss_mask=payload.loss_mask,
+    )
 
 
 def _is_routine(event: Event) -> bool:

@@ -13,6 +13,8 @@ from typing import Literal, Protocol
 
 from echo2.messages import (
     PROTOCOL,
+    AuditDone,
+    AuditOrdered,
     Draining,
     Goodbye,
     GroupAcknowledged,
@@ -135,6 +137,9 @@ class SimWorker:
             case LeaseRevoked():
                 self._abort(message.lease)
                 self._leave_if_done()
+            case AuditOrdered():
+                seconds = self.model.audit_s * self.rng.random()
+                self.timeline.after(seconds, self._audit, message)
             case VersionAnnounced():
                 self._announced(message)
             case WorkerWelcome():
@@ -163,6 +168,7 @@ class SimWorker:
                 price_usd_per_h=self.model.price_usd_per_h,
                 held=(*self.running, *self.outbox),
                 installed=self.installed,
+                replays=True,
             )
         )
 
@@ -179,7 +185,9 @@ class SimWorker:
             self._send(result)
 
     def _refused(self, refused: Refused) -> None:
-        if refused.fatal:
+        if refused.reason == "quarantined" and self.model.lies:
+            self.alive = False
+        elif refused.fatal:
             raise AssertionError(f"{self.peer} was refused: {refused.reason}: {refused.text}")
         again = self.timeline.now >= self._hello_at + HELLO_RETRY_S
         if refused.reason == "unknown_peer" and again:
@@ -335,17 +343,20 @@ class SimWorker:
             if end > start
         )
         granted, length = running.granted, PROMPT_LENGTH + num_tokens
+        truth = [int(self.rng.random() < 0.5) for _ in range(granted.group_size)]
+        if self.model.lies == "rewards":
+            truth[-1] = 0  # there is something to lie about
         trajectories = tuple(
             TrajectoryHeader(
                 length,
                 PROMPT_LENGTH,
                 num_tokens,
-                float(self.rng.random() < 0.5),
+                1.0 if self.model.lies == "rewards" and index else float(reward),
                 "stop",
                 1,
                 spans,
             )
-            for _ in range(granted.group_size)
+            for index, reward in enumerate(truth)
         )
         total = length * granted.group_size
         return GroupResult(
@@ -355,10 +366,17 @@ class SimWorker:
             trajectories=trajectories,
             generate_s=running.duration_s,
             environment_s=0.0,
-            token_ids=bytes(4 * total),
+            token_ids=b"".join(
+                bytes(4 * (length - 1)) + reward.to_bytes(4, "little") for reward in truth
+            ),
             logprobs=bytes(4 * total),
             loss_mask=bytes(total),
         )
+
+    def _audit(self, order: AuditOrdered) -> None:
+        """The reward of a simulated trajectory is its last token."""
+        if self.alive and self.welcomed:
+            self._send(AuditDone(lease=order.lease, group=order.group, rewards=_rewards_of(order)))
 
     def _send_result(self, lease: LeaseId, resend_s: float) -> None:
         result = self.outbox.get(lease)
@@ -395,3 +413,11 @@ class SimWorker:
     def _send(self, message: Message) -> None:
         if self.alive:
             self.wire.send(self, self.peer, message)
+
+
+def _rewards_of(order: AuditOrdered) -> tuple[float, ...]:
+    found, end = [], 0
+    for header in order.trajectories:
+        end += 4 * header.length
+        found.append(float(int.from_bytes(order.token_ids[end - 4 : end], "little")))
+    return tuple(found)

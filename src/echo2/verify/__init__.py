@@ -14,6 +14,7 @@ from typing import Any
 
 from echo2.errors import ConfigError
 from echo2.verify.check import Check
+from echo2.verify.checks_audits import audit_checks
 from echo2.verify.checks_files import file_checks
 from echo2.verify.checks_groups import group_checks
 from echo2.verify.checks_ledger import ledger_checks
@@ -50,6 +51,7 @@ def verify_run(run_dir: str | os.PathLike[str]) -> Report:
         *metric_checks(),
         *weight_checks(),
         *file_checks(),
+        *audit_checks(),
         *ledger_checks(),
     )
     checks: list[Check] = [kind(folder, history, metrics) for kind in kinds]

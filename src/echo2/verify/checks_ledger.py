@@ -2,12 +2,13 @@
 
 `ledger.sqlite` and the segments in `ledger/` are read as they lie there, without the code that
 wrote them. After a kill events.jsonl may be ahead of the ledger, which takes it in at the next
-start; after a power cut the ledger may be ahead of the file. Only of a run that came to its end
-must both say the same.
+start; after a power cut under an earlier release the ledger may be ahead of the file. Only of a run
+that came to its end must both say the same.
 """
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections import Counter
 from pathlib import Path
@@ -55,6 +56,7 @@ class LedgerWhole(Check):
             if ended != "earlier":  # under a release without a ledger
                 self._compare(group, ended, acknowledged=segment is not None)
         if self.history.finished:
+            self._compare_quarantined(database)
             self._compare_counts(dict(database.execute("SELECT ended, number FROM ends")))
 
     def _payload_problem(self, segment: int, offset: int, num_bytes: int, digest: bytes) -> str:
@@ -78,6 +80,16 @@ class LedgerWhole(Check):
         elif self.history.finished and (ended != told or (acknowledged and not ended)):
             text = f"the run is over; the ledger says {ended or 'open'} of {group}, the events say "
             self.violate(LEDGER_FILE, text + (told or "open"), group_id=group)
+
+    def _compare_quarantined(self, database: sqlite3.Connection) -> None:
+        row = database.execute("SELECT value FROM facts WHERE name = 'quarantined'").fetchone()
+        kept = set() if row is None else set(json.loads(row[0]))
+        if kept != self.history.quarantined:
+            self.violate(
+                LEDGER_FILE,
+                f"the ledger has {sorted(kept)} in quarantine, the events say "
+                f"{sorted(self.history.quarantined)}",
+            )
 
     def _compare_counts(self, counted: dict[str, int]) -> None:
         told = Counter(end.end for end in self.history.standing.values())

@@ -27,6 +27,9 @@ class Settings:
     """What layers compute in."""
     logprob_check_every_steps: int = 2
     canary_max_diff: float | None = None
+    audit_share: float = 0.0
+    audit_workers: tuple[str, ...] = ()
+    reward_tolerance: float = 1e-6
 
     @classmethod
     def of(cls, tables: dict[str, Any]) -> tuple[Settings, list[str]]:
@@ -54,6 +57,10 @@ class Settings:
         canary = tables.get("worker", {}).get("canary_max_diff")
         if isinstance(canary, int | float):
             found["canary_max_diff"] = float(canary)
+        audit = tables.get("audit", {})  # runs of earlier releases have none
+        found["audit_share"] = float(audit.get("share", 0.0))
+        found["audit_workers"] = tuple(audit.get("workers", ()))
+        found["reward_tolerance"] = float(audit.get("reward_tolerance", 1e-6))
         return cls(**found), problems
 
 
@@ -101,6 +108,9 @@ class History:
     installed: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
     """Worker -> versions that it has installed at some time."""
     precisions: dict[str, str] = field(default_factory=dict)
+    quarantined: set[str] = field(default_factory=set)
+    found_out_at: int = -1
+    """v when a worker was accused of its logprobs last."""
     run_id: str = ""
     finished: bool = False
     """The run came to its own end (not an interruption, not an error)."""
@@ -149,6 +159,14 @@ class History:
 
     def _worker_joined(self, line: Line) -> None:
         self.precisions[line["worker"]] = line["precision"]
+
+    def _worker_quarantined(self, line: Line) -> None:
+        self.quarantined.add(line["worker"])
+        if line["cause"] == "mismatch":
+            self.found_out_at = self.v
+
+    def _worker_pardoned(self, line: Line) -> None:
+        self.quarantined.discard(line["worker"])
 
     def _version_installed(self, line: Line) -> None:
         self.installed.setdefault(line["worker"], set()).add((line["incarnation"], line["step"]))

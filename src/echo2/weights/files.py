@@ -84,6 +84,19 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder that is there after a power cut, with those above it, whoever made them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    device = folder.stat().st_dev
+    for above in folder.resolve().parents:
+        if above.stat().st_dev != device:
+            return
+        try:
+            sync_folder(above)
+        except PermissionError:  # of somebody else, so not made just now
+            return
+
+
 def version_files(folder: Path) -> dict[str, set[str]]:
     """manifest_digest -> suffixes of its files; files of other names are not ours."""
     found: dict[str, set[str]] = {}

@@ -31,6 +31,7 @@ from echo2.errors import ConfigError, Echo2Error
 from echo2.logs import setup_logging
 from echo2.messages import Lane, Role
 from echo2.net.auth import AllowList, Authenticator, KeyPair, load_or_create_key
+from echo2.net.descriptors import raise_descriptor_limit
 from echo2.net.router import Router
 from echo2.net.sockets import close_context, make_context
 from echo2.weights.files import disk_errors, write_whole
@@ -188,6 +189,7 @@ async def serve(config: Config, run_dir: Path) -> None:
 def run_origin(config: Config, run_dir: Path) -> int:
     """The whole process but its arguments; returns the exit code."""
     run_dir.mkdir(parents=True, exist_ok=True)
+    raise_descriptor_limit()
     uvloop.run(serve(config, run_dir))
     return 0
 

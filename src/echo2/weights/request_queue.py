@@ -42,6 +42,9 @@ class RequestQueue:
         self._awaited: dict[str, set[int]] = {}
         self._in_hand: dict[str, set[int]] = {}
         self._num_ready = 0
+        self._num_others = 0
+        """Awaited or in hand. Counted, not summed up: a peer may ask for as many versions as
+        chunks."""
 
     def __len__(self) -> int:
         """Of what is ready."""
@@ -49,8 +52,7 @@ class RequestQueue:
 
     @property
     def num_all(self) -> int:
-        parts = (self._awaited, self._in_hand)
-        return self._num_ready + sum(len(each) for part in parts for each in part.values())
+        return self._num_ready + self._num_others
 
     def counts(self) -> dict[str, tuple[int, int]]:
         """(ready or in hand, awaited) of each version."""
@@ -72,11 +74,12 @@ class RequestQueue:
         if index not in awaited and self.num_all >= REQUESTS_PER_PEER_MAX:
             return False
         if here:
-            _discard(self._awaited, manifest_digest, index)
+            self._discard(self._awaited, manifest_digest, index)
             self._ready.setdefault(manifest_digest, ready or _Ready()).add(index)
             self._num_ready += 1
         else:
             self._awaited.setdefault(manifest_digest, awaited).add(index)
+            self._num_others += 1
         return True
 
     def arrived(self, manifest_digest: str, index: int) -> bool:
@@ -101,18 +104,19 @@ class RequestQueue:
             self._ready[manifest_digest] = ready
         self._num_ready -= 1
         self._in_hand.setdefault(manifest_digest, set()).add(index)
+        self._num_others += 1
         return manifest_digest, index
 
     def let_go(self, manifest_digest: str, index: int) -> bool:
         """It is in hand no more; False when it was not, because it was dropped."""
-        return _discard(self._in_hand, manifest_digest, index)
+        return self._discard(self._in_hand, manifest_digest, index)
 
     def drop(self, manifest_digest: str | None = None, indexes: Iterable[int] = ()) -> None:
         """Forget some chunks of a version, without `indexes` all, or all versions."""
         if manifest_digest is None:
             for part in (self._ready, self._awaited, self._in_hand):
                 part.clear()
-            self._num_ready = 0
+            self._num_ready = self._num_others = 0
             return
         ready = self._ready.get(manifest_digest)
         wanted = tuple(indexes)
@@ -124,14 +128,14 @@ class RequestQueue:
                 del self._ready[manifest_digest]
         for part in (self._awaited, self._in_hand):
             for index in wanted or tuple(part.get(manifest_digest, ())):
-                _discard(part, manifest_digest, index)
+                self._discard(part, manifest_digest, index)
 
-
-def _discard(part: dict[str, set[int]], manifest_digest: str, index: int) -> bool:
-    indexes = part.get(manifest_digest)
-    if indexes is None or index not in indexes:
-        return False
-    indexes.remove(index)
-    if not indexes:
-        del part[manifest_digest]
-    return True
+    def _discard(self, part: dict[str, set[int]], manifest_digest: str, index: int) -> bool:
+        indexes = part.get(manifest_digest)
+        if indexes is None or index not in indexes:
+            return False
+        indexes.remove(index)
+        self._num_others -= 1
+        if not indexes:
+            del part[manifest_digest]
+        return True

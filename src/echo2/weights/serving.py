@@ -37,6 +37,7 @@ from echo2.messages import (
     Message,
     RelayAlive,
 )
+from echo2.net.rate_limit import RateLimit
 from echo2.net.tasks import OwnedTasks
 from echo2.net.wakeups import Signal
 from echo2.types import PeerId
@@ -50,6 +51,9 @@ log = structlog.get_logger(__name__)
 
 PEERS_MAX: Final = 4096
 VERSIONS_UNKNOWN_MAX: Final = 64
+UNKNOWN_PER_PEER_MAX: Final = 8
+"""Versions that nobody knows and that are held for the peer that asked first: one that makes
+names up leaves room for the others."""
 ALIVE_S: Final = 0.5
 BATCH_CHUNKS: Final = 16
 """Most chunks that are read at once, for all peers together."""
@@ -59,6 +63,9 @@ CREDIT_STALL_S: Final = 60.0
 """A peer that takes nothing for so long loses its queue."""
 SWEEP_INTERVAL_S: Final = 5.0
 _LOOK_S: Final = 1.0
+_LOGGED_BURST: Final = 100
+_LOGGED_INTERVAL_S: Final = 1.0
+"""Requests that are refused are all counted, and logged as often as this."""
 _HEADER_BYTES: Final = 4096
 
 
@@ -85,7 +92,9 @@ class ChunkServer:
         self._credit_bytes = credit_bytes
         self._credit_stall_s = credit_stall_s
         self._unknown_hold_s = unknown_hold_s
-        self._unknown: dict[str, float] = {}
+        self._unknown: dict[str, tuple[float, PeerId]] = {}
+        """Until when each is held, and for whom first."""
+        self._logged = RateLimit(_LOGGED_BURST, _LOGGED_INTERVAL_S)
         self._replies = Replies(folder)
         self._queues: dict[PeerId, RequestQueue] = {}
         self._order = SendOrder()
@@ -309,17 +318,28 @@ class ChunkServer:
         if not absent.is_known and self._replies.coming(digest) is not None:  # it began meanwhile
             queue.add(digest, index, here=self._replies.has(digest, index))
             return
-        is_full = digest not in self._unknown and len(self._unknown) >= VERSIONS_UNKNOWN_MAX
-        if absent.is_known or not self._unknown_hold_s or is_full:
+        is_held = digest in self._unknown or self._has_room_for_unknown(peer)
+        if absent.is_known or not self._unknown_hold_s or not is_held:
             queue.drop(digest)
             self._refuse(peer, digest, absent.reason)
             return
         until = asyncio.get_running_loop().time() + self._unknown_hold_s
-        self._unknown.setdefault(digest, until)
+        self._unknown.setdefault(digest, (until, peer))
         queue.add(digest, index, here=False)
 
+    def _has_room_for_unknown(self, peer: PeerId) -> bool:
+        of_peer = sum(first == peer for _, first in self._unknown.values())
+        return len(self._unknown) < VERSIONS_UNKNOWN_MAX and of_peer < UNKNOWN_PER_PEER_MAX
+
     def _refuse(self, peer: PeerId, manifest_digest: str, reason: str) -> None:
-        log.warning("request_refused", peer=peer, manifest_digest=manifest_digest, reason=reason)
+        if num_since := self._logged.note(asyncio.get_running_loop().time()):
+            log.warning(
+                "request_refused",
+                peer=peer,
+                manifest_digest=manifest_digest,
+                reason=reason,
+                num_since=num_since,
+            )
         self._send(peer, ChunksRefused(manifest_digest=manifest_digest, reason=reason[:2048]))
         self.counters["refused"] += 1
 
@@ -337,7 +357,7 @@ class ChunkServer:
                         self._sent_last.pop(peer, None)
             for digest in filter(self._replies.is_whole, self._unknown):
                 self._wake(digest)  # it came between our reading and our waiting for it
-            over = [digest for digest, until in self._unknown.items() if loop.time() > until]
+            over = [digest for digest, (until, _) in self._unknown.items() if loop.time() > until]
             for digest in over:
                 del self._unknown[digest]
                 if self._replies.coming(digest) is None:

@@ -7,7 +7,7 @@ it is told to. What it must make durable is durable at once, unless `durable=Fal
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -44,7 +44,17 @@ from echo2.messages import (
     VersionPublished,
     WorkerHello,
 )
-from echo2.types import GroupId, LeaseId, PeerId, Sampling, Span, Task, TrajectoryHeader, Version
+from echo2.types import (
+    GroupId,
+    GroupMismatch,
+    LeaseId,
+    PeerId,
+    Sampling,
+    Span,
+    Task,
+    TrajectoryHeader,
+    Version,
+)
 
 M = TypeVar("M", bound=Message)
 LEARNER = PeerId("learner")
@@ -349,7 +359,7 @@ class Scene:
         *,
         groups: tuple[str, ...] = (),
         durable: bool = True,
-        **mismatch: float,
+        mismatch: Sequence[GroupMismatch] = (),
     ) -> list[Effect]:
         """The step of the batch that was granted, or of `groups`."""
         batch = self.state.seat.batch
@@ -362,7 +372,7 @@ class Scene:
                 groups=groups or granted or ("g0",),
                 train_s=1.0,
                 wait_s=0.0,
-                mismatch=mismatch,
+                mismatch=tuple(mismatch),
             ),
             durable=durable,
         )

@@ -26,6 +26,7 @@ from echo2.messages import (
     StepAcknowledged,
     TasksSubmitted,
 )
+from echo2.types import GroupId, GroupMismatch
 
 V0, V1, V2 = a_version(0), a_version(1), a_version(2)
 
@@ -329,11 +330,21 @@ def test_a_completion_without_its_batch_is_refused() -> None:
         scene.completes(3)
 
 
-def test_mismatch_is_noted_for_the_workers_that_are_here() -> None:
+def test_mismatch_is_noted_for_the_worker_that_sampled() -> None:
     scene = a_granted_batch()
-    effects = scene.completes(**{"w-1": 0.02, "w-9": 1.0})
-    assert scene.state.members.get("w-1").mismatch == 0.02
+    groups = [group.id for group in scene.state.seat.batch.groups]
+    told = [GroupMismatch(groups[0], 10, 0.01), GroupMismatch(groups[1], 30, 0.03)]
+    effects = scene.completes(mismatch=told)
+    assert scene.state.members.get("w-1").mismatch == pytest.approx(0.025)
     assert emitted(effects, "step_completed")
+
+
+def test_the_mismatch_of_other_groups_or_of_one_twice_is_refused() -> None:
+    scene = a_granted_batch()
+    group = scene.state.seat.batch.groups[0].id
+    for wrong in ([GroupMismatch(GroupId("g99"), 1, 0.0)], [GroupMismatch(group, 1, 0.0)] * 2):
+        with scene.refuses("wrong_batch", "must be groups of the batch, each once"):
+            scene.completes(mismatch=wrong)
 
 
 def test_a_completion_that_becomes_durable_after_a_takeover_changes_nothing() -> None:

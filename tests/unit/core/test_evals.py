@@ -20,7 +20,7 @@ def begun(evals: Evals, eval_id: str = "e", *, version=V0, tasks: int = 2) -> Ev
         tasks=tuple(a_task(index) for index in range(tasks)),
         sampling=Sampling(),
     )
-    return evals.begin(request, LEARNER)
+    return evals.begin(request, LEARNER, 0.0)
 
 
 def granted(evals: Evals, found: Eval, name: str, *, worker: PeerId = W1) -> LeaseId:

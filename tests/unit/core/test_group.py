@@ -9,10 +9,11 @@ from echo2.core.group import TRANSITIONS, GroupState, StoredResult, transition_t
 from echo2.types import LeaseId, PeerId
 
 V0, V1, V2 = a_version(0), a_version(1), a_version(2)
-Q, L, S, B, T, E = (
+Q, L, S, A, B, T, E = (
     GroupState.QUEUED,
     GroupState.LEASED,
     GroupState.STORING,
+    GroupState.AUDITING,
     GroupState.BUFFERED,
     GroupState.TRAINING,
     GroupState.ENDED,
@@ -25,9 +26,15 @@ ALLOWED = {
     (L, S),
     (L, E),
     (S, Q),
+    (S, A),
     (S, B),
     (S, E),
+    (A, Q),
+    (A, B),
+    (A, T),
+    (A, E),
     (B, Q),
+    (B, A),
     (B, T),
     (B, E),
     (T, Q),
@@ -61,7 +68,7 @@ def test_a_group_moves_as_the_table_says_and_not_otherwise(
 def test_the_printed_table_is_the_one_that_is_followed() -> None:
     rows = transition_table().splitlines()
     assert rows[0] == "| state | may become |"
-    assert "| storing | queued, buffered, ended |" in rows
+    assert "| storing | queued, auditing, buffered, ended |" in rows
     assert len(rows) == 2 + len(GroupState)
 
 

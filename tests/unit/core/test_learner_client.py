@@ -167,14 +167,14 @@ def test_only_one_batch_and_one_step_are_asked_for_at_a_time() -> None:
     with pytest.raises(LocalProtocolError, match="batch"):
         client.request_batch(0)
     with pytest.raises(LocalProtocolError, match="no batch was delivered"):
-        client.complete(0, train_s=1, wait_s=0, mismatch={})
+        client.complete(0, train_s=1, wait_s=0, mismatch=())
     comes_whole(client)
-    (completed,) = client.complete(0, train_s=1, wait_s=0, mismatch={})
+    (completed,) = client.complete(0, train_s=1, wait_s=0, mismatch=())
     assert isinstance(completed, Transmit)
     assert isinstance(completed.message, StepCompleted)
     assert completed.message.groups == ("g0",)
     with pytest.raises(LocalProtocolError, match="step"):
-        client.complete(0, train_s=1, wait_s=0, mismatch={})
+        client.complete(0, train_s=1, wait_s=0, mismatch=())
 
 
 def test_silence_leads_to_a_hello_under_the_same_incarnation_and_all_is_asked_again() -> None:
@@ -183,7 +183,7 @@ def test_silence_leads_to_a_hello_under_the_same_incarnation_and_all_is_asked_ag
     client.received(PublishAcknowledged(version=Version(1, 0), keep_from=0), 0.0)
     client.request_batch(0)
     comes_whole(client)
-    client.complete(0, train_s=1, wait_s=0, mismatch={})
+    client.complete(0, train_s=1, wait_s=0, mismatch=())
     client.checkpoint_saved(0, (0,))
     client.evaluate(an_eval())
     outcomes = client.tick(10.5)
@@ -213,7 +213,7 @@ def test_answers_end_what_was_asked_once() -> None:
     client = a_seated_client()
     client.request_batch(0)
     comes_whole(client)
-    client.complete(0, train_s=1, wait_s=0, mismatch={})
+    client.complete(0, train_s=1, wait_s=0, mismatch=())
     assert client.received(StepAcknowledged(incarnation=1, step=0), 1.0) == []
     assert client.received(StepAcknowledged(incarnation=1, step=1), 1.0) == [StepDurable(1)]
     assert client.received(StepAcknowledged(incarnation=1, step=1), 1.0) == []

@@ -248,6 +248,7 @@ def test_a_learner_that_leaves_may_come_back() -> None:
 
 def test_the_goodbye_of_a_stranger_changes_nothing() -> None:
     scene = a_running_scene()
+    scene.tick()  # more tasks are asked for
     before = scene.snapshot()
     scene.receive("learner-9", Goodbye(reason="bye", finished=True))
     assert scene.snapshot()["status"] == before["status"]
@@ -276,7 +277,7 @@ def messages_of_a_learner(incarnation: int) -> list[Message]:
         TasksSubmitted(incarnation=incarnation, start=0, tasks=(a_task(0),)),
         BatchRequest(incarnation=incarnation, step=0),
         StepCompleted(
-            incarnation=incarnation, step=0, groups=("g0",), train_s=1.0, wait_s=0.0, mismatch={}
+            incarnation=incarnation, step=0, groups=("g0",), train_s=1.0, wait_s=0.0, mismatch=()
         ),
         a_publication(version),
         CheckpointSaved(incarnation=incarnation, step=0, kept=(0,)),

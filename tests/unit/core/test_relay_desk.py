@@ -218,6 +218,65 @@ def test_a_publication_gives_every_worker_its_stripes_of_the_same_trees() -> Non
             assert not way or (ways[way[0]] or [()] * len(sizes))[k] == way[1:]
 
 
+def a_fleet_that_just_came(*names: str, known: tuple[str, ...] = ()) -> Scene:
+    """Of those that are not `known` no probe has ended."""
+    scene = a_fleet(*known)
+    for name in names:
+        relay_joins(scene, name, accepts=None)
+    return scene
+
+
+def test_a_version_waits_for_the_first_probes_of_a_fleet_that_just_came() -> None:
+    scene = a_fleet_that_just_came("a", "b", "c", "d")
+    published_at = scene.now
+    assert announced(publishes(scene)) == {}
+    is_probed(scene, "a")
+    assert announced(scene.tick(after=0.1)) == {}  # three of four are still being probed
+    is_probed(scene, "b")
+    effects = scene.tick(after=0.1)
+    assert set(announced(effects)) == {"a", "b", "c", "d"}
+    assert forwarders(announced(effects))
+    assert emitted(effects, "dissemination_planned")
+    assert announced(scene.tick(after=0.1)) == {}
+    found = scene.state.broadcasts.broadcasts[V0]
+    assert (found.published_at, found.num_workers) == (published_at, 4)
+
+
+def test_without_an_answer_a_version_is_planned_two_seconds_later() -> None:
+    scene = a_fleet_that_just_came("a", "b")
+    assert announced(publishes(scene)) == {}
+    assert announced(scene.tick(after=1.9)) == {}
+    found = announced(scene.tick(after=0.2))
+    assert set(found) == {"a", "b"}
+    assert not forwarders(found)
+
+
+def test_a_fleet_that_comes_again_and_again_does_not_hold_a_version_back_for_ever() -> None:
+    scene = a_fleet_that_just_came("a", "b")
+    assert announced(publishes(scene)) == {}
+    told: dict[str, VersionAnnounced] = {}
+    for _ in range(3):
+        told |= announced(scene.tick(after=1.0))
+        for name in "ab":
+            is_probed(scene, name, ok=False)
+            relay_joins(scene, name, accepts=None)
+    assert set(told) == {"a", "b"}
+
+
+def test_a_few_newcomers_delay_no_version_and_get_a_part_of_it() -> None:
+    scene = a_fleet_that_just_came("d", known=("a", "b", "c"))
+    assert set(announced(publishes(scene))) == {"a", "b", "c", "d"}
+
+
+def test_who_comes_while_a_version_waits_is_told_with_the_others() -> None:
+    scene = a_fleet_that_just_came("a", "b")
+    publishes(scene)
+    relay_joins(scene, "c", accepts=None)
+    for name in "abc":
+        is_probed(scene, name)
+    assert set(announced(scene.tick(after=0.1))) == {"a", "b", "c"}
+
+
 def test_what_a_worker_tells_of_its_downlink_stands_for_it_and_saves_connections() -> None:
     lines = dict.fromkeys("abcdefgh", 100.0)
     told = a_fleet(*lines, uplinks=lines, downlinks=lines, origin_uplink_mbit=300.0)

@@ -96,6 +96,19 @@ def test_what_the_learner_trained_counts_and_not_what_it_was_granted_since() -> 
     assert scene.state_of("g6") is GroupState.BUFFERED
 
 
+def test_a_lease_that_has_no_place_after_that_batch_is_given_up_with_it() -> None:
+    """Its result, by a newer version, came before the kill and is not in the ledger."""
+    lease = a_restored_lease(9, version=a_version(2))
+    restored = with_groups(*map(a_restored_group, (6, 7, 8)), leases=(lease,))
+    scene = Scene(restored, staleness_max=1)
+    scene.learner_joins(incarnation=1)
+    assert lease.id in scene.state.book.leases
+    effects = scene.completes(groups=("g7", "g8"), durable=False)
+    (lost,) = emitted(effects, "lease_revoked")
+    assert (lost["group_id"], lost["lease"]) == ("g9", lease.id)
+    assert not scene.state.book.leases
+
+
 def test_a_step_of_groups_that_are_not_here_asks_the_learner_to_resume() -> None:
     scene = a_restart_in_training()
     before = scene.snapshot()
@@ -199,6 +212,18 @@ def test_a_result_that_comes_before_its_task_waits_for_it() -> None:
     effects = scene.submits(1)
     assert [m.outcome for m in sent(effects, GroupAcknowledged)] == ["accepted"]
     assert scene.state_of("g6") is GroupState.BUFFERED
+
+
+def test_tasks_of_groups_in_work_are_asked_for_first_and_need_no_room() -> None:
+    """A result that has come waits for nothing else, and nothing else may end before it does."""
+    leases = tuple(a_restored_lease(index) for index in (40, 41, 43))
+    restored = a_restored_run(next_index=50, open_indexes=tuple(range(6, 50)), leases=leases)
+    scene = Scene(restored, tasks_ahead=1, groups_per_step=1)
+    asked = [sent(scene.learner_joins(incarnation=1), TasksWanted)]
+    asked += [sent(scene.submits(), TasksWanted) for _ in range(2)]
+    assert [(m.start, m.count) for found in asked for m in found] == [(40, 2), (43, 1), (6, 1)]
+    assert not scene.state.book.awaiting
+    assert not sent(scene.submits(), TasksWanted), "the queue is full"
 
 
 def test_a_lease_that_its_worker_does_not_know_any_more_is_granted_to_another() -> None:

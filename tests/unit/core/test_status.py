@@ -38,7 +38,18 @@ def test_a_running_run_shows_workers_groups_and_versions() -> None:
     assert shown["buffer"] == {"total": 1, "max": 4, "by_version": {"1.0": 1}}
     assert (shown["leases"], shown["queue"], shown["tokens_per_s"]) == (1, 1, 10.0)
     assert (shown["versions"]["published"], shown["versions"]["digest"]) == ("1.0", a_digest(V0))
-    assert shown["waits"] == ["eval e of version 1.0: 0 of 1 done, 1 in flight"]
+    assert [wait["text"] for wait in shown["waits"]] == [
+        "the coordinator waits for 5 tasks from g3 on",
+        "eval e of version 1.0: 0 of 1 done, 1 in flight",
+    ]
+    assert shown["waits"][1] | {"ends_in_s": 0} == {
+        "wait": "eval e",
+        "owner": "coordinator",
+        "text": "eval e of version 1.0: 0 of 1 done, 1 in flight",
+        "since_s": 2.0,
+        "ends_in_s": 0,
+        "then": "its slowest lease is given to another",
+    }
     assert json.loads(json.dumps(shown)) == shown
 
 

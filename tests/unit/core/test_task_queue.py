@@ -100,3 +100,12 @@ def test_tasks_beyond_the_end_of_a_shorter_stream_do_not_come_again() -> None:
     stream.accept(2, tasks(2, 1), exhausted=True)
     assert stream.again == []
     assert stream.exhausted
+
+
+def test_what_is_awaited_is_asked_for_first_in_one_run_and_whatever_room_there_is() -> None:
+    stream = TaskStream(next_index=20, again=(3, 7, 8, 12))
+    assert stream.request(0) is None
+    assert stream.request(0, {7, 8, 12}) == TaskRequest(7, 2)
+    assert stream.request(5, {12}) is None, "one at a time"
+    stream.accept(7, (a_task(7), a_task(8)), exhausted=False)
+    assert stream.request(5, {12}) == TaskRequest(12, 1)

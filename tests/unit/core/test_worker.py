@@ -459,6 +459,42 @@ def test_an_install_that_ends_without_a_session_is_reported_at_the_next_welcome(
     assert worker.sent(messages.VersionInstalled)[0].version == V[0]
 
 
+def told_versions(worker: Worker) -> list[tuple[Version, bool]]:
+    return [(told.version, told.past) for told in worker.sent(messages.VersionInstalled)]
+
+
+def test_a_report_that_a_lost_connection_may_have_taken_is_told_again_for_the_record() -> None:
+    worker = Worker().ready()
+    worker.tick(1.0)
+    (heartbeat,) = worker.sent(messages.Heartbeat)
+    worker.again()
+    assert told_versions(worker) == [(V[0], True)]
+    worker.tick(1.0)
+    worker.on(messages.HeartbeatEcho(sequence=heartbeat.sequence))  # of before
+    worker.again()
+    assert told_versions(worker) == [(V[0], True)], "an old echo says nothing of it"
+    worker.tick(1.0)
+    (heartbeat,) = worker.sent(messages.Heartbeat)
+    worker.on(messages.HeartbeatEcho(sequence=heartbeat.sequence))
+    worker.again()
+    assert told_versions(worker) == []
+
+
+def test_every_version_that_served_without_a_session_is_told_at_the_welcome() -> None:
+    worker = Worker().ready()
+    worker.fetches(V[1])
+    worker.on(announced(V[2]))
+    worker.on(events.ConnectionLost("cut"))
+    worker.installs(V[1])
+    worker.on(events.FetchDone(a_digest(V[2]), 0.5))
+    worker.installs(V[2])
+    worker.on(events.EngineDied(worker.state.engine.epoch, "killed"))
+    worker.on(events.ConnectionRestored())
+    assert worker.sent(messages.WorkerHello)[0].installed is None
+    worker.on(a_welcome())
+    assert told_versions(worker) == [(V[0], True), (V[1], True), (V[2], True)]
+
+
 def test_a_failed_canary_leaves_the_version_before_serving_and_is_not_tried_again() -> None:
     worker = Worker().ready().fetches(V[1]).fails_install(V[1])
     (failed,) = worker.sent(messages.InstallFailed)

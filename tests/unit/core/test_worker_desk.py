@@ -9,6 +9,7 @@ from core_builders import (
     LEARNER,
     Scene,
     a_digest,
+    a_granted_batch,
     a_header,
     a_restored_run,
     a_running_scene,
@@ -18,7 +19,9 @@ from core_builders import (
 )
 
 from echo2.core.group import GroupState
+from echo2.core.worker_desk import REVOKED_PER_HEARTBEAT_MAX
 from echo2.messages import (
+    LEASES_PER_PEER_MAX,
     Draining,
     Goodbye,
     GroupAcknowledged,
@@ -133,6 +136,18 @@ def test_a_worker_that_comes_back_without_its_version_loses_all_leases() -> None
     assert scene.leases() == []
     assert sent(effects, VersionAnnounced)[0].version == V0
     assert scene.state.members.get("w-1").state_name == "syncing"
+
+
+def test_an_install_of_the_past_is_recorded_and_changes_nothing() -> None:
+    scene = a_granted_batch()
+    scene.completes()
+    scene.publishes(1)
+    scene.worker_joins("w-1", installed=a_version(1))
+    effects = scene.installs("w-1", V0, past=True)
+    (installed,) = emitted(effects, "version_installed")
+    assert (installed["worker"], installed["step"]) == ("w-1", 0)
+    assert scene.state.members.get("w-1").installed == a_version(1)
+    assert not scene.installs("w-1", a_version(9), past=True), "nothing is known of it any more"
 
 
 def test_a_version_that_was_never_published_is_not_counted_as_installed() -> None:
@@ -263,6 +278,18 @@ def test_a_worker_that_works_on_a_dead_lease_is_told_again() -> None:
     assert [(m.lease, m.reason) for m in sent(effects, LeaseRevoked)] == [
         ("l.77", "it was given up here")
     ]
+
+
+def test_one_heartbeat_of_thousands_of_dead_leases_is_answered_with_a_bounded_number() -> None:
+    scene = a_running_scene(slots=1)
+    dead = {f"l_{number}": 1 for number in range(1000, 1000 + LEASES_PER_PEER_MAX)}
+    effects = scene.beats("w-1", **dead)
+    assert len(sent(effects, LeaseRevoked)) == REVOKED_PER_HEARTBEAT_MAX
+    assert len(sent(effects, HeartbeatEcho)) == 1
+    rest = dict(list(dead.items())[REVOKED_PER_HEARTBEAT_MAX:])
+    assert sent(scene.beats("w-1", **rest), LeaseRevoked)[0].lease not in {
+        message.lease for message in sent(effects, LeaseRevoked)
+    }, "the next heartbeat tells of more"
 
 
 # ----------------------------------------------------------------------------- installs
@@ -608,7 +635,7 @@ def test_a_result_that_becomes_durable_after_a_rewind_is_superseded() -> None:
     effects = scene.becomes_durable()
     acknowledged = sent(effects, GroupAcknowledged)
     assert [(a.outcome, a.reason) for a in acknowledged] == [
-        ("superseded", "the learner was rewound")
+        ("superseded", "sampled after the checkpoint that was resumed")
     ]
 
 

@@ -22,7 +22,7 @@ from echo2.messages import (
     LearnerWelcome,
     VersionPublished,
 )
-from echo2.types import Sampling, Span, Task, TrajectoryHeader, Version
+from echo2.types import GroupMismatch, Sampling, Span, Task, TrajectoryHeader, Version
 from echo2.weights.store import open_version
 from echo2_learner.policy import Policy
 
@@ -42,12 +42,13 @@ class FakeSession:
     tell_last: bool = True
     on_call: Callable[[str, int], None] = lambda name, step: None
     calls: list[tuple[str, int]] = field(default_factory=list)
-    mismatches: list[dict[str, float]] = field(default_factory=list)
+    mismatches: list[Sequence[GroupMismatch]] = field(default_factory=list)
     published: list[VersionPublished] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     results: list[EvalResult] = field(default_factory=list)
     closed: tuple[str, bool] | None = None
+    missing_steps: int = 0
 
     def start(
         self, *, resume_step: int, digest: str = "", checkpoint_steps: Sequence[int] = ()
@@ -80,7 +81,7 @@ class FakeSession:
         return Batch(step, granted.loss_from_step, groups, granted, last)
 
     def complete(
-        self, step: int, *, train_s: float, wait_s: float, mismatch: dict[str, float]
+        self, step: int, *, train_s: float, wait_s: float, mismatch: Sequence[GroupMismatch]
     ) -> None:
         self._called("complete", step)
         self.mismatches.append(mismatch)
@@ -133,9 +134,16 @@ class FakeSession:
     def say(self, text: str) -> None:
         self.said.append(text)
 
-    def close(self, reason: str, *, finished: bool) -> None:
+    @property
+    def tasks_ended(self) -> bool:
+        return any(
+            step + 1 >= self.data_ends_at for name, step in self.calls if name == "next_batch"
+        )
+
+    def close(self, reason: str, *, finished: bool, missing_steps: int = 0) -> None:
         self.calls.append(("close", -1))
         self.closed = (reason, finished)
+        self.missing_steps = missing_steps
 
     def _called(self, name: str, step: int) -> None:
         self.calls.append((name, step))

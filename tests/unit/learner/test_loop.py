@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from echo2.cli import EXIT_OUT_OF_TASKS
 from echo2.errors import ConfigError, FencedError, LearnerError, RunEndedError, WaitTimeoutError
 from echo2.types import Version
 from echo2_learner.main import run
@@ -322,7 +323,12 @@ def test_a_step_that_was_not_recorded_is_in_no_checkpoint(bench: Bench) -> None:
 @pytest.mark.parametrize("tell_last", [True, False])
 def test_the_end_of_the_data_ends_the_run(bench: Bench, tell_last: bool) -> None:
     session = bench(data_ends_at=3, tell_last=tell_last)
-    assert session.closed == ("all steps are done", True)
+    assert session.closed is not None
+    reason, finished = session.closed
+    assert reason.startswith(f"the tasks are used up: 3 of {3 + session.missing_steps} steps")
+    assert finished
+    assert session.missing_steps > 0
+    assert session.code == EXIT_OUT_OF_TASKS
     assert [line["step"] for line in bench.lines] == [1, 2, 3]
     assert bench.checkpoints[-1] == "step-00000003-i1"
     assert ("wait_eval", 3) in session.calls

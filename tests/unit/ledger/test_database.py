@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from echo2.core.audits import Quarantine
 from echo2.core.records import (
     CheckpointRecorded,
     LearnerRecorded,
@@ -16,9 +17,9 @@ from echo2.core.records import (
 from echo2.core.restored import Restored, RestoredLease
 from echo2.core.task_queue import group_of
 from echo2.errors import ConfigError
-from echo2.ledger.database import SCHEMA, Database, StoredGroup
+from echo2.ledger.database import Database, StoredGroup, quarantined_workers
 from echo2.ledger.segments import Place
-from echo2.types import Version
+from echo2.types import GroupId, PeerId, Version
 
 
 def a_place(segment: int = 1) -> Place:
@@ -301,12 +302,36 @@ def test_a_file_that_is_no_ledger_is_one_clear_error_and_stays_as_it_is(tmp_path
     assert path.read_bytes() == before
 
 
-def test_a_ledger_of_a_newer_release_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_quarantine_is_kept_until_it_is_pardoned(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
-    db = sqlite3.connect(path)
-    db.execute(f"PRAGMA user_version = {SCHEMA + 1}")
-    db.close()
-    before = path.read_bytes()
-    with pytest.raises(ConfigError, match="written by a newer release"):
-        Database(path)
-    assert path.read_bytes() == before
+    database = Database(path)
+    told = {"cause": "mismatch", "reason": "odd", "step": 4, "in_training": ["g3"]}
+    with database.transaction():
+        database.learner(LearnerRecorded(1, 0))
+        database.observe("worker_quarantined", {"worker": "w-1", **told}, 10)
+        database.observe("worker_quarantined", {"worker": "w-2", **told}, 20)
+        database.observe("worker_pardoned", {"worker": "w-2"}, 30)
+        database.observe("worker_pardoned", {"worker": "w-9"}, 40)
+    restored = database.restored()
+    assert restored is not None
+    assert restored.quarantined == (
+        (PeerId("w-1"), Quarantine("mismatch", "odd", 4, (GroupId("g3"),))),
+    )
+    database.close()
+    assert quarantined_workers(path).keys() == {"w-1"}
+    assert quarantined_workers(tmp_path / "none.sqlite") == {}
+    assert not (tmp_path / "none.sqlite").exists()
+
+
+def test_a_withdrawn_result_does_not_come_back(tmp_path: Path) -> None:
+    database = Database(tmp_path / "ledger.sqlite")
+    with database.transaction():
+        database.learner(LearnerRecorded(1, 0))
+        for index in (0, 1):
+            database.store(GroupId(f"g{index}"), f"l{index}", "w-1", Place(0, 0, 1, b"x"))
+        database.observe("group_withdrawn", {"group_id": "g0", "lease": "l0"}, 1)
+        database.observe("group_withdrawn", {"group_id": "g1", "lease": "another"}, 2)
+    assert [stored.id for stored in database.stored()] == ["g1"]
+    restored = database.restored()
+    assert restored is not None
+    assert restored.open_indexes == (0, 1)

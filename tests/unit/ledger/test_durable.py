@@ -18,7 +18,8 @@ from echo2.core.task_queue import group_of
 from echo2.errors import Echo2Error
 from echo2.ledger import durable
 from echo2.ledger.durable import DurableLedger
-from echo2.ledger.segments import TornRecordError
+from echo2.ledger.events_log import EventsLog
+from echo2.ledger.segments import Segments, TornRecordError
 
 DEADLINE_S = 60.0
 
@@ -168,3 +169,82 @@ def test_a_payload_that_is_gone_is_told_and_not_passed_over(tmp_path: Path) -> N
             reopened(tmp_path)
 
     run(scenario())
+
+
+def test_events_are_on_the_disk_before_what_follows_them_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    real = os.fdatasync
+
+    def fdatasync(handle: int) -> None:
+        real(handle)
+        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
+
+    async def scenario() -> None:
+        async with a_ledger(tmp_path) as running:
+            monkeypatch.setattr(os, "fdatasync", fdatasync)
+            running.ledger.append(1, stored(0))
+            await running.until(1)
+            assert str(tmp_path / "events.jsonl") in synced
+
+    run(scenario())
+
+
+def test_a_segment_is_on_the_disk_before_the_next_is_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    real = os.fdatasync
+
+    def fdatasync(handle: int) -> None:
+        real(handle)
+        synced.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    segments = Segments(tmp_path / "ledger", segment_bytes=100)
+    segments.open()
+    places = [segments.append([bytes(80)]) for _ in range(3)]
+    segments.sync()
+    segments.close()
+    assert [place.segment for place in places] == [1, 1, 2]
+    assert synced == ["00000001.seg", "00000002.seg"]
+
+
+@pytest.mark.parametrize(
+    "torn", [b"\0" * 700, b'{"event": "x"\n{"event": "y"}\n', b"[1]\n", b"half"]
+)
+def test_what_a_power_cut_tore_of_the_events_is_cut_off_with_what_follows(
+    tmp_path: Path, torn: bytes
+) -> None:
+    path = tmp_path / "events.jsonl"
+
+    async def scenario() -> None:
+        async with a_ledger(tmp_path) as running:
+            log = EventsLog(path)
+            log.open()
+            fields = {"group_id": "g0", "end": "failed", "trained_at": None}
+            position = log.write("group_ended", fields)
+            log.close()
+            running.ledger.append(0, LearnerRecorded(1, 0))
+            running.ledger.observe("group_ended", fields, position)
+            running.ledger.append(1, stored(1))
+            await running.until(1)
+
+    run(scenario())
+    whole = path.read_bytes()
+    follows = b'{"event":"group_ended","group_id":"g2","end":"failed","trained_at":null}\n'
+    path.write_bytes(whole + follows + torn + follows)
+    found = reopened(tmp_path)
+    assert found is not None
+    assert found.ends == {"failed": 2}
+    assert path.read_bytes() == whole + follows
+    # Of an earlier release, which did not wait for the file: it is taken in from where it ends.
+    path.write_bytes(b"")
+    found = reopened(tmp_path)
+    assert found is not None
+    assert found.ends == {"failed": 2}
+    path.write_bytes(follows.replace(b"g2", b"g3"))
+    found = reopened(tmp_path)
+    assert found is not None
+    assert found.ends == {"failed": 3}

@@ -74,6 +74,16 @@ def test_a_token_of_one_name_gives_that_name(run: Run) -> None:
     assert run.enrols(run.makes(name="a100"), a_key()) == "a100"
 
 
+def test_a_name_that_is_given_by_hand_comes_by_no_prefix(tmp_path: Path) -> None:
+    """An auditor's name makes its holder trusted."""
+    run = Run(tmp_path)
+    run.book = TokenBook(run.book.keys_dir, given_by_hand=("far-1", "far-aud"))
+    token = run.makes(prefix="far", uses=2)
+    assert run.enrols(token, a_key(), "far-aud") == "far-2"
+    assert run.enrols(token, a_key(), "far-1") == "far-3"
+    assert run.enrols(run.makes(name="far-aud"), a_key()) == "far-aud"
+
+
 def test_a_wish_is_heeded_where_it_fits_the_prefix(run: Run) -> None:
     token = run.makes(prefix="far", uses=5)
     assert run.enrols(token, a_key(), "far-a100") == "far-a100"

@@ -8,6 +8,7 @@ change its records and ask for the broken promises by name.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -34,7 +35,11 @@ attempts_max = 3
 [learner]
 groups_per_step = 2
 logprob_check_every_steps = 2
+[audit]
+share = 0.4
+workers = ["w2"]
 """
+AUDIT_KEY = bytes(32)
 
 Fields = dict[str, Any]
 
@@ -88,6 +93,7 @@ class ARun:
     def write(self, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.resolved.toml").write_text(self.config, encoding="utf-8")
+        (folder / "audit.key").write_text(AUDIT_KEY.hex(), encoding="ascii")
         for name, lines in (("events", self.events), ("metrics", self.metrics)):
             text = "".join(json.dumps(line) + "\n" for line in lines)
             more = self.last_bytes.get(name, b"")
@@ -225,6 +231,24 @@ class _Maker:
                 canary_diff=2e-6,
             )
 
+    def audits(self, group: str) -> None:
+        """w2 confirms what w1 sampled, where it is chosen."""
+        digest = hashlib.blake2b(f"r1:{group}".encode(), key=AUDIT_KEY, digest_size=8).digest()
+        if int.from_bytes(digest, "big") >= 0.4 * 2**64:
+            return
+        told = {"group_id": group, "lease": f"l-{group}", "worker": "w1"}
+        self.run.add("audit_opened", **told)
+        self.run.add(
+            "group_audited",
+            **told,
+            auditor="w2",
+            verdict="confirmed",
+            reason="",
+            reward_diff_max=0.0,
+            claimed=[],
+            recomputed=[],
+        )
+
     def end(self, group: str, end: str, *, reason: str = "", **fields: Any) -> None:
         line = {
             "group_id": group,
@@ -246,6 +270,7 @@ class _Maker:
     def batch(self, incarnation: int, step: int, **groups: tuple[int, int]) -> None:
         """Groups by the version that sampled them, trained at `step`."""
         for group, (sampled_incarnation, sampled_step) in groups.items():
+            self.audits(group)
             self.end(
                 group,
                 "trained",

@@ -84,7 +84,7 @@ def _fewer_groups(run: ARun) -> None:
 
 
 def _too_many_groups(run: ARun) -> None:
-    for group in ("g12", "g13"):
+    for group in ("g14", "g15"):  # not chosen for an audit
         end = {**run.find("group_ended", group_id="g10"), "group_id": group}
         run.insert_before(run.find("step_completed", step=5), **end)
     run.find("step_completed", step=5).update(num_groups=3)
@@ -111,7 +111,7 @@ def _skipped_step(run: ARun) -> None:
 
 def _never_returned(run: ARun) -> None:
     run.remove("group_returned", group_id="g7")
-    run.find("group_ended", group_id="g7", incarnation=2).update(group_id="g77")
+    run.find("group_ended", group_id="g7", incarnation=2).update(group_id="g70")
 
 
 def _stale_fence(run: ARun) -> None:
@@ -130,6 +130,31 @@ def _dead_version(run: ARun) -> None:
 def _close_versions(run: ARun) -> None:
     run.config = run.config.replace("period = 1", "period = 2")
     run.find("run_started").update(period=2)
+
+
+def _quarantine_before(place: str, evidence: list[Fields] | None = None) -> Plant:
+    """w1 is quarantined before the end of group `place`, or before the event of that name."""
+
+    def plant(run: ARun) -> None:
+        before = run.find("run_finished")
+        if place != "run_finished":
+            before = run.find("group_ended", group_id=place)
+        told = {"worker": "w1", "cause": "rewards", "reason": "wrong", "step": 5}
+        nothing = dict.fromkeys(("centre", "spread", "bound", "trained_since"))
+        run.insert_before(
+            before,
+            "worker_quarantined",
+            **told,
+            **nothing,
+            evidence=[{"group_id": "g8"}] if evidence is None else evidence,
+            precision="float32",
+            in_training=[],
+            num_trained=8,
+            trained=[],
+            withdrawn=[],
+        )
+
+    return plant
 
 
 VIOLATIONS: list[tuple[str, set[str], Plant]] = [
@@ -269,6 +294,44 @@ VIOLATIONS: list[tuple[str, set[str], Plant]] = [
         lambda run: run.checkpoints.remove((6, 2)),
     ),
     ("no checkpoint at all", {"checkpoints"}, lambda run: run.checkpoints.clear()),
+    ("a chosen group without a verdict", {"audited"}, _drop("group_audited", group_id="g8")),
+    (
+        "a refuted group that is trained",
+        {"audited"},
+        _event("group_audited", {"group_id": "g8"}, verdict="refuted", reason="wrong"),
+    ),
+    (
+        "a chosen group that another worker sampled anew",
+        {"audited"},
+        lambda run: run.insert_before(
+            run.find("group_ended", group_id="g8"),
+            "lease_granted",
+            **{"group_id": "g8", "lease": "l99", "worker": "w1", "attempt": 2},
+            **{"incarnation": 2, "step": 2, "revoke_after_s": 9.0},
+        ),
+    ),
+    (
+        "a verdict of its own sampler",
+        {"true_verdicts"},
+        _event("group_audited", {"group_id": "g8"}, worker="w2"),
+    ),
+    (
+        "a verdict of nobody that was named",
+        {"true_verdicts"},
+        _event("group_audited", {"group_id": "g8"}, auditor="w1", worker="w2"),
+    ),
+    (
+        "a confirmed difference",
+        {"true_verdicts"},
+        _event("group_audited", {"group_id": "g8"}, reward_diff_max=0.5),
+    ),
+    (
+        "no audit without a reason",
+        {"true_verdicts"},
+        _event("group_audited", {"group_id": "g8"}, verdict="unaudited", auditor=None),
+    ),
+    ("a quarantined worker whose groups are trained", {"kept_out"}, _quarantine_before("g10")),
+    ("a quarantine without evidence", {"kept_out"}, _quarantine_before("run_finished", [])),
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from echo2.weights.request_queue import REQUESTS_PER_PEER_MAX, RequestQueue
 
 
@@ -39,6 +41,28 @@ def test_a_queue_is_bounded_and_can_be_dropped() -> None:
     assert queue.add("b", 0)
     queue.drop()
     assert len(queue) == 0
+
+
+def test_what_is_owed_is_counted_whatever_was_done_with_it() -> None:
+    """The count is kept, not summed up: a peer may name a version for each chunk it asks for."""
+    rng = random.Random(7)
+    queue = RequestQueue()
+    for _ in range(5000):
+        version, index = rng.choice("abcd"), rng.randrange(8)
+        match rng.randrange(7):
+            case 0 | 1:
+                queue.add(version, index, here=rng.random() < 0.5)
+            case 2:
+                queue.arrived(version, index)
+            case 3 if queue:
+                queue.take()
+            case 4:
+                queue.let_go(version, index)
+            case 5:
+                queue.drop(version, rng.sample(range(8), 2))
+            case 6:
+                queue.drop(version if rng.random() < 0.9 else None)
+        assert queue.num_all == sum(ready + awaited for ready, awaited in queue.counts().values())
 
 
 def test_what_is_in_hand_is_held_until_it_is_let_go() -> None:

@@ -23,7 +23,7 @@ from echo2.messages import (
 from echo2.types import PeerId
 from echo2.weights.assembly import Assembly
 from echo2.weights.open_versions import OpenVersions
-from echo2.weights.serving import ChunkServer
+from echo2.weights.serving import UNKNOWN_PER_PEER_MAX, VERSIONS_UNKNOWN_MAX, ChunkServer
 from echo2.weights.snapshot import Manifest
 from echo2.weights.store import ChunkStore, prune
 from echo2.weights.versions import open_version
@@ -375,6 +375,22 @@ async def test_what_never_begins_is_refused_after_a_while(tmp_path: Path) -> Non
     server = a_relay(tmp_path, peers, unknown_hold_s=0.2)
     server.handle(W1, ChunksRequest(manifest_digest="f" * 64, indexes=(0,)))
     await eventually(lambda: any(isinstance(m, ChunksRefused) for _, m in peers.sent))
+    await server.stop()
+
+
+async def test_one_who_makes_names_up_leaves_room_for_the_others(tmp_path: Path) -> None:
+    peers = Peers()
+    (tmp_path / "store").mkdir()
+    server = a_relay(tmp_path, peers, unknown_hold_s=DEADLINE_S)
+    for number in range(2 * VERSIONS_UNKNOWN_MAX):
+        server.handle(W1, ManifestRequest(manifest_digest=f"{number:064x}"))
+    refused = 2 * VERSIONS_UNKNOWN_MAX - UNKNOWN_PER_PEER_MAX
+    await eventually(
+        lambda: sum(isinstance(m, ChunksRefused) for _, m in peers.sent) == refused,
+    )
+    server.handle(W2, ManifestRequest(manifest_digest="f" * 64))
+    await eventually(lambda: any(p == W2 and isinstance(m, RelayAlive) for p, m in peers.sent))
+    assert not any(p == W2 and isinstance(m, ChunksRefused) for p, m in peers.sent)
     await server.stop()
 
 

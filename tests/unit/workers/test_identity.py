@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from echo2.config import Config, config_from_mapping
+from echo2.config_vllm import precision_of
 from echo2.errors import ConfigError, Echo2Error
 from echo2.net.keys import AllowList
+from echo2_workers.environment import About
 from echo2_workers.identity import claim_identity
 from echo2_workers.links import find_coordinator
-from echo2_workers.parts import doubts, precision_of, settings_of
+from echo2_workers.parts import doubts, settings_of
 
 
 def a_config(**net: Any) -> Config:
@@ -89,11 +91,11 @@ def test_the_coordinators_address_is_read_from_the_run_folder(tmp_path: Path) ->
 
 def test_the_state_machine_learns_what_the_engine_needs() -> None:
     config = config_from_mapping({"worker": {"engine": "null", "slots": 3}})
-    settings = settings_of(config, "w-1", "1")
+    settings = settings_of(config, "w-1", About("1", replays=True))
     assert (settings.needs_weights, settings.takes_leases, settings.slots) == (False, True, 3)
     assert settings.precision == precision_of(config) == "none"
     none = config_from_mapping({"worker": {"engine": "none"}})
-    assert not settings_of(none, "w-1", "1").takes_leases
+    assert not settings_of(none, "w-1", About("1")).takes_leases
     assert "worker_idle" in doubts(none)
     cut = {"worker": {"engine": "null", "null": {"tokens_mean": 1000.0}}}
     assert "sampling.max_tokens 16" in doubts(config_from_mapping(cut))["null_tokens_cut"]

@@ -24,6 +24,7 @@ class Addition:
 
     name = "addition"
     version = "1"
+    replays = True
 
     def __init__(self, *, seed: int = 0, eval_share: float = 0.2) -> None:
         if not 0.0 < eval_share < 1.0:

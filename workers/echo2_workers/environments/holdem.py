@@ -55,6 +55,7 @@ class Holdem:
 
     name = "holdem"
     version = versioned("1", "pokerkit", extra="envs", environment="holdem")
+    replays = True
 
     def __init__(
         self,

@@ -35,6 +35,7 @@ class Jsonl:
 
     name = "jsonl"
     version = "1"
+    replays = True
 
     def __init__(
         self,

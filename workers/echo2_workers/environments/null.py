@@ -16,6 +16,7 @@ class Null:
 
     name = "null"
     version = "1"
+    replays = True
 
     def __init__(self, *, prompt_tokens: int = 8) -> None:
         if prompt_tokens < 1:

@@ -50,6 +50,7 @@ class ReasoningGym:
     `chat_options`: see chat.py."""
 
     version = versioned("1", "reasoning-gym", extra="envs", environment="reasoning_gym")
+    replays = True
 
     def __init__(
         self,

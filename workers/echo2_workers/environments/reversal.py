@@ -26,6 +26,7 @@ class Reversal:
 
     name = "reversal"
     version = "1"
+    replays = True
 
     def __init__(
         self, *, digits: int = 8, bonus: float = 0.2, seed: int = 0, eval_share: float = 0.2

@@ -44,6 +44,7 @@ class Sokoban:
 
     name = "sokoban"
     version = versioned("1", "reasoning-gym", extra="envs", environment="sokoban")
+    replays = True
 
     def __init__(
         self,
