@@ -25,12 +25,19 @@ import zmq.asyncio
 from echo2 import wire
 from echo2.messages import (
     PROTOCOL,
+    BatchRequest,
     CheckpointSaved,
+    Goodbye,
     GroupResult,
+    Heartbeat,
     Lane,
     LaneOpened,
+    LearnerHeartbeat,
     LearnerHello,
+    Message,
     Role,
+    StepCompleted,
+    TasksSubmitted,
     VersionInstalled,
     VersionPublished,
     WorkerHello,
@@ -38,7 +45,7 @@ from echo2.messages import (
 from echo2.net.keys import KeyPair
 from echo2.net.sockets import dealer_socket, make_context
 from echo2.net.wakeups import POLLOUT, is_ready
-from echo2.types import GroupId, LeaseId, Span, TrajectoryHeader, Version
+from echo2.types import GroupId, LeaseId, Span, Task, TrajectoryHeader, Version
 
 LEARNER_BEAT_S: Final = 0.5
 BEATS_EACH_S: Final = 0.02
@@ -235,7 +242,7 @@ class Groups:
             # As zmq Frames they are shared with ZeroMQ's thread instead of copied each time.
             self._frames.append([zmq.Frame(frame) for frame in plain])
         self._rewards = rng.random(shape.group_size).tolist()
-        self._trajectories: dict[tuple[int, int], bytes] = {}
+        self._pieces: dict[tuple[int, int], list[bytes | str]] = {}
         self._next = 0
         self.num_bytes = sum(map(len, self._plain[0]))
 
@@ -243,32 +250,20 @@ class Groups:
         """The frames of the result of a lease."""
         version = granted["version"]
         key = version["incarnation"], version["step"]
-        trajectories = self._trajectories.get(key)
-        if trajectories is None:
-            self._trajectories.clear()
-            trajectories = self._trajectories[key] = self._header(Version(*key))
+        pieces = self._pieces.get(key)
+        if pieces is None:
+            self._pieces.clear()
+            pieces = self._pieces[key] = self._header_pieces(Version(*key))
         pack = msgpack.packb
         header = b"".join(
-            (
-                b"\x92\xabGroupResult\x86\xa5lease",
-                pack(granted["lease"]),
-                b"\xa5group",
-                pack(granted["group"]),
-                b"\xa7attempt",
-                pack(granted["attempt"]),
-                b"\xactrajectories",
-                trajectories,
-                b"\xaagenerate_s",
-                pack(1.5),
-                b"\xadenvironment_s",
-                pack(0.01),
-            )
+            pack(granted[piece]) if isinstance(piece, str) else piece for piece in pieces
         )
         self._next = (self._next + 1) % PAYLOADS
         return [header, *self._frames[self._next]]
 
-    def _header(self, version: Version) -> bytes:
-        """As the product's own encoder writes it."""
+    def _header_pieces(self, version: Version) -> list[bytes | str]:
+        """The header as the product's own encoder writes it, with the names of those fields that
+        are the lease's own."""
         shape = self._shape
         headers = tuple(
             TrajectoryHeader(
@@ -294,9 +289,16 @@ class Groups:
             logprobs=logprobs,
             loss_mask=mask,
         )
-        _, fields = msgpack.unpackb(wire.encode(result)[0])
-        packed: bytes = msgpack.packb(fields["trajectories"])
-        return packed
+        name, fields = msgpack.unpackb(wire.encode(result)[0])
+        packer = msgpack.Packer()
+        start = (
+            packer.pack_array_header(2) + packer.pack(name) + packer.pack_map_header(len(fields))
+        )
+        pieces: list[bytes | str] = [start]
+        for field_name, value in fields.items():
+            is_own = field_name in ("lease", "group", "attempt")
+            pieces += packer.pack(field_name), field_name if is_own else packer.pack(value)
+        return pieces
 
 
 class NullWorker(Peer):
@@ -359,18 +361,12 @@ class NullWorker(Peer):
             return
         self.beat_at = now + self.beat_s
         self.sequence += 1
-        fields = {
-            "sequence": self.sequence,
-            "state": "ready",
-            "lease_tokens": dict.fromkeys(self.leases, self.sequence),
-            "tokens_per_s": 100.0,
-            "loop_lag_s": 0.0,
-        }
-        self.send(self.control, [msgpack.packb(["Heartbeat", fields])])
+        tokens = {LeaseId(lease): self.sequence for lease in self.leases}
+        heartbeat = Heartbeat(sequence=self.sequence, state="ready", lease_tokens=tokens)
+        self.send(self.control, wire.encode(heartbeat))
 
     def goodbye(self) -> None:
-        fields = {"reason": "the load lets it leave", "finished": False, "incarnation": 0}
-        self.send(self.control, [msgpack.packb(["Goodbye", fields])])
+        self.send(self.control, wire.encode(Goodbye(reason="the load lets it leave")))
 
 
 class Fleet:
@@ -549,7 +545,7 @@ class NullLearner(Peer):
         every = self.spec.checkpoint_every
         if self.step and self.step % every == 0:
             saved = CheckpointSaved(incarnation=self.incarnation, step=self.step, kept=(self.step,))
-            self.send(self.control, wire.encode(saved))
+            self.tell(saved)
         if self.published < 0 or self.step - self.published >= self.spec.publish_every:
             self.published = self.step
             published = VersionPublished(
@@ -560,38 +556,41 @@ class NullLearner(Peer):
                 origin="",
                 origin_key="",
             )
-            self.send(self.control, wire.encode(published))
+            self.tell(published)
         self.granted, self.arrived = None, 0
-        self.tell("BatchRequest", step=self.step)
+        self.tell(BatchRequest(incarnation=self.incarnation, step=self.step))
 
     def complete_if_whole(self) -> None:
         if self.granted is not None and self.arrived >= len(self.granted):
             self.num_groups += len(self.granted)
-            groups, self.granted = self.granted, None
+            groups, self.granted = tuple(map(GroupId, self.granted)), None
             self.tell(
-                "StepCompleted",
-                step=self.step,
-                groups=groups,
-                train_s=0.0,
-                wait_s=0.0,
-                mismatch={},
+                StepCompleted(
+                    incarnation=self.incarnation,
+                    step=self.step,
+                    groups=groups,
+                    train_s=0.0,
+                    wait_s=0.0,
+                )
             )
 
     def submit(self, start: int, count: int) -> None:
-        tasks = [{"index": start + place, "payload": "{}"} for place in range(count)]
-        self.tell("TasksSubmitted", start=start, tasks=tasks, exhausted=False)
+        tasks = tuple(Task(start + place, "{}") for place in range(count))
+        self.tell(TasksSubmitted(incarnation=self.incarnation, start=start, tasks=tasks))
 
     def beat(self) -> None:
         now = time.monotonic()
         if now >= self._beat_due and self.incarnation:
             self._beat_due = now + LEARNER_BEAT_S
             self.sequence += 1
-            self.tell("LearnerHeartbeat", sequence=self.sequence, state="training")
+            self.tell(
+                LearnerHeartbeat(
+                    incarnation=self.incarnation, sequence=self.sequence, state="training"
+                )
+            )
 
-    def tell(self, name: str, **fields: Any) -> None:
-        self.send(
-            self.control, [msgpack.packb([name, {"incarnation": self.incarnation, **fields}])]
-        )
+    def tell(self, message: Message) -> None:
+        self.send(self.control, wire.encode(message))
 
 
 def run_learner(pipe: Pipe, spec: LearnerSpec) -> None:

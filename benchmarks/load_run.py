@@ -269,6 +269,9 @@ class LoadRun:
         for _, pipe in self._fleets:
             pipe.send(("end",))
         found: list[Measured] = [self._hear(pipe) for _, pipe in self._fleets]
+        refused = json.loads(self.http("/api/status"))["refused"]
+        if refused:
+            raise RuntimeError(f"the coordinator refused {refused}\n{self.log_tail()}")
         outcomes: Counter[str] = Counter()
         for part in found:
             outcomes.update(part.outcomes)
