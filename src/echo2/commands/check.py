@@ -64,6 +64,7 @@ def facts(config: Config, folder: Path) -> list[Fact]:
         *_staleness(config),
         *_work(config),
         *_records(config),
+        *_audit(config),
         *_network(config, folder),
         *_money(config),
         Fact("run_folder", str(folder), str(folder)),
@@ -226,6 +227,26 @@ def _network(c: Config, folder: Path) -> list[Fact]:
             {"on": c.worker.relay, "uplink_mbit": up, "downlink_mbit": down},
             f"workers {relays}" if c.worker.relay else relays,
         ),
+    ]
+
+
+def _audit(c: Config) -> list[Fact]:
+    audit = c.audit
+    then = "quarantined" if audit.action == "quarantine" else "reported"
+    texts = [f"{audit.mismatch_needed} observations of odd logprobs"]
+    if audit.share:
+        texts.append(f"{audit.refuted_needed} refuted groups")
+    rewards = (
+        f"rewards of {audit.share:.3g} of the groups are recomputed by {', '.join(audit.workers)}"
+        if audit.share
+        else "no rewards are recomputed"
+    )
+    return [
+        Fact(
+            "audit",
+            {"share": audit.share, "workers": list(audit.workers), "action": audit.action},
+            f"{rewards}; a worker is {then} after {' or '.join(texts)}",
+        )
     ]
 
 
