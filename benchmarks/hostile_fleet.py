@@ -80,11 +80,12 @@ class Worker:
         self.refused: list[str] = []
         self.stopping = False
         self.settled = asyncio.Event()
-        """Nothing that it delivered is unacknowledged."""
+        """No lease is at work, and nothing that was delivered is unacknowledged."""
         self.settled.set()
         self._name = name
         self._out = out
         self._rng = random.Random(name)
+        self._at_work: set[LeaseId] = set()
         self._unacknowledged: dict[LeaseId, tuple[float, GroupResult]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         record = json.loads((run_dir / "coordinator.json").read_text(encoding="utf-8"))
@@ -150,6 +151,8 @@ class Worker:
                     )
                 )
             case LeaseGranted() if not self.stopping:
+                self._at_work.add(message.lease)
+                self.settled.clear()
                 self._own(self._generate(message))
             case GroupAcknowledged():
                 self._acknowledged(message)
@@ -160,7 +163,6 @@ class Worker:
         await asyncio.sleep(LEASE_S * self._rng.uniform(0.5, 1.5))
         result = a_result(lease)
         self._unacknowledged[lease.lease] = time.time(), result
-        self.settled.clear()
         self.num_delivered += 1
         while lease.lease in self._unacknowledged:
             self._send(result)
@@ -174,7 +176,8 @@ class Worker:
             self.outcomes[message.outcome] = self.outcomes.get(message.outcome, 0) + 1
             self._out.write(f"{now:.6f} {now - found[0]:.6f}\n")
             self._out.flush()
-            if not self._unacknowledged:
+            self._at_work.discard(message.lease)
+            if not self._at_work:
                 self.settled.set()
 
     async def _beat(self) -> None:
