@@ -91,8 +91,8 @@ from echo2.weights.files import make_folder, write_whole
 log = structlog.get_logger()
 
 TICK_S: Final = 0.1
-LEAVE_S: Final = 2.0
-"""At the end workers may take so long to read that it is the end."""
+LEAVE_S: Final = 5.0
+"""At the end learner and workers may take so long to read that it is the end, and why."""
 QUIET_EVENTS: Final = frozenset(
     {
         *("group_ended", "lease_granted", "version_installed", "step_completed"),
@@ -219,16 +219,19 @@ class Coordinator:
             await self._embedded.stop()
             if self._finish is None:
                 self.stop("the coordinator is closed")
-            await self._let_workers_leave()
+            await self._let_peers_leave()
         finally:  # also when the records cannot be written any more
             await self._exit.aclose()
 
-    async def _let_workers_leave(self) -> None:
-        """Keep the sockets open until every worker has read its Shutdown and said goodbye."""
-        workers = set(self._core.state.members.workers)
+    async def _let_peers_leave(self) -> None:
+        """Keep the sockets open until all have read their Shutdown and said goodbye."""
+        seat = self._core.state.seat
+        peers = set(self._core.state.members.workers)
+        if seat.peer is not None and seat.peer != LOCAL_LEARNER and not seat.silent:
+            peers.add(seat.peer)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S):
-                while workers - self._left:
+                while peers - self._left:
                     self._goodbye.clear()
                     await self._goodbye.wait()
 
@@ -461,7 +464,7 @@ class Coordinator:
         self._carry_out(effects)
 
     def _on_message(self, peer: PeerId, message: Message) -> None:
-        if self._finish is not None and isinstance(message, Goodbye):
+        if isinstance(message, Goodbye) and (self._finish is not None or message.finished):
             self._left.add(peer)
             self._goodbye.set()
         if isinstance(message, VersionPublished):

@@ -303,8 +303,9 @@ class LearnerClientState:
                     )
                 ]
             case Shutdown():
-                self.state = ClientState.CLOSED
-                return [Ended("shutdown", message.reason, message.finished)]
+                # The coordinator stays until it knows that the cause was heard.
+                farewell = self.close("the coordinator ended", finished=False)
+                return [*farewell, Ended("shutdown", message.reason, message.finished)]
             case EvalResult():
                 known = self.evals.pop(message.eval_id, None)
                 return [EvalDone(message)] if known is not None else []

@@ -274,8 +274,10 @@ def test_a_fatal_refusal_and_a_shutdown_end_it() -> None:
     (ended,) = client.received(Refused(reason="protocol", text="1 and 2", fatal=True), 0.0)
     assert ended == Ended("refused", "protocol: 1 and 2")
     client = a_seated_client()
+    farewell = Goodbye(reason="the coordinator ended", incarnation=client.incarnation)
     assert client.received(Shutdown(reason="over", finished=True), 0.0) == [
-        Ended("shutdown", "over", True)
+        Transmit(farewell),
+        Ended("shutdown", "over", True),
     ]
 
 
