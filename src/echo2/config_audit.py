@@ -27,6 +27,8 @@ class AuditTable(Table):
     """A recomputed reward may differ from the claimed one by so much."""
     wait_s: PositiveSeconds = 60.0
     """A group waits for its verdict for so long; then it is trained unaudited."""
+    in_flight: Annotated[int, Field(ge=1, le=64)] = 8
+    """Groups that one auditor is asked about at once."""
     refuted_needed: Annotated[int, Field(ge=1, le=1000)] = 2
     """Refuted groups of a worker until it is an offender; each confirmed one counts a tenth
     against them."""

@@ -118,6 +118,7 @@ def audit_settings_of(config: Config, key: bytes) -> AuditSettings:
         reward_tolerance=audit.reward_tolerance,
         refuted_needed=audit.refuted_needed,
         wait_s=audit.wait_s,
+        in_flight_max=audit.in_flight,
         action=audit.action,
         rule=MismatchRule(
             needed=audit.mismatch_needed,
