@@ -41,6 +41,8 @@ from echo2.net.keys import KeyPair
 
 READY_S: Final = 120.0
 POLL_S: Final = 0.05
+JOIN_AT_ONCE: Final = 50
+"""A handshake that is not through in ten seconds is broken off, and these peers dial once."""
 STOP_S: Final = 30.0
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
@@ -169,8 +171,12 @@ class LoadRun:
             process = spawn.Process(target=run_fleet, args=(theirs, fleet), daemon=True)
             process.start()
             self._fleets.append((process, ours))
-        for place in range(self.spec.processes):
-            self.join(place, names[place :: self.spec.processes])
+        for start in range(0, len(names), JOIN_AT_ONCE):
+            coming = names[start : start + JOIN_AT_ONCE]
+            for place in range(self.spec.processes):
+                self.join(place, coming[place :: self.spec.processes])
+            most = start + len(coming)
+            self.until(lambda most=most: self.num_welcome >= most, "workers to be welcomed")
         learner = LearnerSpec(
             self.address,
             self._keys.get("learner"),
@@ -181,7 +187,6 @@ class LoadRun:
         process = spawn.Process(target=run_learner, args=(theirs, learner), daemon=True)
         process.start()
         self._learner = process, ours
-        self.until(lambda: self.num_welcome >= self.spec.workers, "workers to be welcomed")
 
     def _start_coordinator(self, config: Path) -> None:
         module = ["-m", "echo2.cli", "coordinator"]
