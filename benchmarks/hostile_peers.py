@@ -73,6 +73,9 @@ JOIN_AFTER_S: Final = 12.0
 """Later than the first half-open connections are closed, so the crowd has come back once."""
 UP_S: Final = 60.0
 SETTLE_S: Final = 15.0
+CALM_S: Final = 2.0
+"""Between the start of an attacker's process, which costs a core and is no attack, and its first
+message."""
 LONG_CONNECTIONS: Final = 16
 LONG_BYTES: Final = 64 << 20
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
@@ -314,6 +317,7 @@ def flood(
         found.append((ours, process))
     for pipe, _ in found:
         assert pipe.recv() == "ready"
+    time.sleep(CALM_S)
     began = time.time()
     for pipe, _ in found:
         pipe.send("go")
@@ -330,6 +334,8 @@ def crowd_process(
     from security.hostile import Crowd
 
     raise_descriptor_limit()
+    pipe.send("ready")
+    pipe.recv()
 
     async def play() -> dict[str, int]:
         crowd = Crowd(random.Random(6), endpoints, how=how, num=num, drip_s=drip_s)
@@ -361,6 +367,9 @@ def crowd(*args: Any) -> Iterator[list[dict[str, Any]]]:
     ours, theirs = context.Pipe()
     process = context.Process(target=crowd_process, args=(theirs, *args))
     process.start()
+    assert ours.recv() == "ready"
+    time.sleep(CALM_S)
+    ours.send("go")
     assert ours.recv() == "here"
     sums: list[dict[str, Any]] = []
     yield sums
