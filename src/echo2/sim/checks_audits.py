@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
+from echo2.core.records import GroupStored
 from echo2.core.settings import CoordinatorSettings
 from echo2.sim.books import WITH_RESULT, Place, Track
 from echo2.sim.moment import Moment, require
@@ -56,12 +57,15 @@ class AuditChecks:
         )
 
     def _opened(self, fields: dict[str, Any]) -> None:
-        group = fields["group_id"]
+        """Its acknowledgement went before, or was lost when the coordinator was killed between."""
+        group, record = fields["group_id"], self.moment.record
         track = self.books.track(group)
+        is_durable = isinstance(record, GroupStored) and record.group == group
         require(
-            track.place is Place.BUFFERED and track.lease == fields["lease"],
+            track.place is Place.BUFFERED or (track.place is Place.STORING and is_durable),
             f"{group} is audited while it is {track.place.value}",
         )
+        require(track.lease == fields["lease"], f"{group} is audited under {fields['lease']}")
         require(must_be_audited(group, self.settings), f"{group} is audited, and was not chosen")
         self.books.move(track, Place.AUDITING)
 
