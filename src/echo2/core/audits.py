@@ -137,6 +137,12 @@ class Audits:
         self.quarantined.update(quarantined)
         self.learner_spoke = False
 
+    @property
+    def hold_restored(self) -> bool:
+        """Do groups of an earlier coordinator wait for a verdict again? The learner may have them,
+        and a batch of others would let them expire. Each waits for a bounded time."""
+        return any(audit.restored for audit in self.open.values())
+
     def ask_later(self) -> None:
         """What is open was taken over from an earlier coordinator."""
         for audit in self.open.values():

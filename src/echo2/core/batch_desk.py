@@ -103,6 +103,8 @@ class BatchDesk:
         state, seat = self.state, self.state.seat
         if seat.wanted_step is None or not seat.welcomed or seat.batch is not None:
             return
+        if state.audits.hold_restored and not self.is_over_budget:
+            return
         groups, last = self._form()
         if groups is None:
             return

@@ -527,6 +527,18 @@ def test_after_a_restart_chosen_groups_are_audited_once_the_learner_has_spoken()
     assert [each.group for each in orders(scene.wants_batch(3))] == ["g6", "g7"]
 
 
+def test_after_a_restart_no_batch_of_others_overtakes_what_is_audited_again() -> None:
+    """The learner may have been granted it before, and says so later."""
+    scene = a_restarted_scene()
+    scene.learner_joins(3, incarnation=1)
+    scene.worker_joins(AUDITOR, replays=True, installed=a_version(3))
+    scene.worker_joins("w-3", slots=4, installed=a_version(3))
+    first, second = orders(scene.wants_batch(3))
+    assert not delivered(says(scene, first, 1.0))
+    assert not sent(scene.completes(3, groups=("g6", "g7")), Refused)
+    assert not emitted(says(scene, second, 1.0), "group_audited")
+
+
 def test_after_a_restart_what_the_learner_trained_needs_no_second_verdict() -> None:
     scene = a_restarted_scene()
     scene.learner_joins(3, incarnation=1)
