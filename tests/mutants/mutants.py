@@ -373,8 +373,8 @@ MUTANTS = (
     Mutant(
         "the ledger keeps a result that was withdrawn",
         "database.py",
-        '"UPDATE groups SET segment = NULL, lease = NULL "',
-        '"UPDATE groups SET told = told "',
+        'if known is not None and known.lease == fields["lease"] and known.ended is None:',
+        "if known is not None and known.lease is None:",
         scenario="lying",
         package="ledger",
     ),
