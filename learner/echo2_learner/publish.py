@@ -34,6 +34,7 @@ from echo2.messages import DELTA_PATH_MAX, VersionPublished
 from echo2.types import DeltaOffer, Version
 from echo2.weights.adapter import AdapterBase, adapter_base
 from echo2.weights.delta import write_delta
+from echo2.weights.files import version_files
 from echo2.weights.snapshot import Manifest
 from echo2.weights.store import open_version, prune, write_assets, write_version
 from echo2_learner import lora
@@ -73,10 +74,13 @@ class PublishedVersions:
         """Of versions that are adapters: what they go onto."""
         self._deltas: list[str] = []
         """The newest ones, which may lead from a version that is no longer kept."""
+        self._seen: set[str] = set()
+        """What was in the folder when this learner took over, and what it has written since."""
 
     def find(self, lineage: Lineage) -> None:
         """Take up what earlier incarnations of this line left in the folder."""
         by_age = sorted(self.folder.glob("*.manifest"), key=lambda path: path.stat().st_mtime_ns)
+        self._seen |= version_files(self.folder).keys()
         for path in by_age:
             with _opened(self.folder, path.stem) as stored:
                 if stored.manifest.kind == "delta":
@@ -91,7 +95,9 @@ class PublishedVersions:
     def add(self, version: Version, manifest: Manifest, delta: DeltaOffer | None = None) -> None:
         """A version was published, and a delta that leads to it."""
         self._digests[version] = manifest.manifest_digest
+        self._seen.add(manifest.manifest_digest)
         if delta is not None:
+            self._seen.add(delta.manifest_digest)
             self._deltas.append(delta.manifest_digest)
             del self._deltas[:-DELTA_PATH_MAX]
         base = adapter_base(manifest)
@@ -123,13 +129,16 @@ class PublishedVersions:
     def prune(self, keep_from: int, *, keep: set[str]) -> None:
         """Remove versions below step `keep_from`; `keep` names digests that stay anyhow.
 
-        The newest version stays too, and what those that stay go onto; everything that is not
-        of this line goes.
+        The newest version stays too, and what those that stay go onto; what else was here when
+        this learner took over goes. What came since is another's: this one may have been stopped,
+        and does not know yet that somebody has taken its place.
         """
         newest = max(self._digests, default=None)
         for version in [v for v in self._digests if v.step < keep_from and v != newest]:
             self._bases.pop(self._digests.pop(version), None)
-        prune(self.folder, keep | {*self._digests.values(), *self._bases.values(), *self._deltas})
+        of_others = version_files(self.folder).keys() - self._seen
+        own = {*self._digests.values(), *self._bases.values(), *self._deltas}
+        prune(self.folder, keep | own | of_others)
 
 
 class Publisher:

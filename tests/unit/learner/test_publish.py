@@ -172,6 +172,20 @@ def test_a_publication_waits_for_the_origin_until_its_deadline(make: Make, run_d
         make().publish(Version(1, 2))
 
 
+def test_a_stopped_learner_removes_nothing_of_the_one_that_took_its_place(
+    make: Make, tiny: Policy, run_dir: Path
+) -> None:
+    stopped, second = make(), make()
+    old = stopped.publish(Version(1, 0)).manifest_digest
+    nudge(tiny)
+    own = stopped.publish(Version(1, 1)).manifest_digest
+    nudge(tiny)
+    taken_over = second.publish(Version(2, 1)).manifest_digest
+    stopped.prune(1)
+    assert digests(run_dir) >= {own, taken_over}
+    assert old not in digests(run_dir)
+
+
 def test_a_version_that_somebody_removed_is_named(run_dir: Path, tiny: Policy) -> None:
     versions = PublishedVersions(run_dir / "versions")
     versions.take({"1.0": "0" * 64})
