@@ -217,7 +217,8 @@ def test_three_offenders_are_found_and_kept_out_and_the_honest_stay(run: Run) ->
     for name in ("weights", "logprobs"):
         event = found[name]
         assert event["cause"] == "mismatch"
-        assert len(event["evidence"]) == 3  # the third observation was enough
+        # The third is enough once another worker has shown that the learner is right.
+        assert len(event["evidence"]) >= 3
         assert all(each["diff_mean"] > each["bound"] for each in event["evidence"])
         assert event["bound"] < 0.01 < event["evidence"][-1]["diff_mean"]
 
