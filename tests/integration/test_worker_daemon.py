@@ -126,6 +126,11 @@ class ScriptedCoordinator:
                         return message
                 await self._arrived.wait()
 
+    async def installed(self, version: Version) -> VersionInstalled:
+        """This version serves now. What served before a lost connection, and is told again for
+        the record, says nothing of now."""
+        return await self.hear(VersionInstalled, lambda m: m.version == version and not m.past)
+
     def _on_message(self, peer: PeerId, message: Message) -> None:
         self.peer = peer
         if isinstance(message, Heartbeat) and self.echoes:
@@ -242,8 +247,7 @@ def test_a_null_worker_joins_installs_plays_and_drains(tmp_path: Path) -> None:
             assert hello.environment_version == "1"
             assert coordinator.peer == "w-1"
             coordinator.announce(V0)
-            installed = await coordinator.hear(VersionInstalled)
-            assert installed.version == V0
+            installed = await coordinator.installed(V0)
             assert installed.canary_diff is None
             coordinator.lease(1, V0)
             result = await coordinator.hear(GroupResult)
@@ -275,7 +279,7 @@ def test_a_drain_hands_back_what_is_not_done_in_time(tmp_path: Path) -> None:
         ):
             await coordinator.welcome()
             coordinator.announce(V0)
-            await coordinator.hear(VersionInstalled)
+            await coordinator.installed(V0)
             coordinator.lease(1, V0, sampling=Sampling(max_tokens=1000))
             await coordinator.hear(Heartbeat, lambda h: "lease-1" in h.lease_tokens)
             worker.send_signal(signal.SIGINT)
@@ -296,7 +300,7 @@ def test_a_silent_coordinator_is_dialled_again_and_results_are_sent_again(tmp_pa
             coordinator.silence_max_s = 1.0
             await coordinator.welcome()
             coordinator.announce(V0)
-            await coordinator.hear(VersionInstalled)
+            await coordinator.installed(V0)
             coordinator.lease(1, V0)
             first = await coordinator.hear(GroupResult)
             coordinator.echoes = False
@@ -440,7 +444,7 @@ async def a_run(
         async with a_daemon(run_dir, *settings, config=config) as worker:
             await coordinator.welcome()
             coordinator.announce(V0, publish(run_dir, model), **a_probe(model))
-            installed = await coordinator.hear(VersionInstalled)
+            installed = await coordinator.installed(V0)
             assert installed.canary_diff is not None
             assert installed.canary_diff < 1e-5
             yield coordinator, worker
@@ -459,7 +463,7 @@ def test_a_model_is_fetched_checked_sampled_and_updated(tmp_path: Path) -> None:
                 assert len(ids) == sum(t.length for t in result.trajectories)
                 assert all(t.prompt_length == 7 for t in result.trajectories)
                 coordinator.acknowledge(result)
-            await coordinator.hear(VersionInstalled, lambda m: m.version == V1)
+            await coordinator.installed(V1)
 
             wrong = a_probe(a_model(2))
             other = a_model(3)
@@ -521,9 +525,7 @@ def test_an_adapter_comes_with_its_base_once_and_serves_on_top_of_it(tmp_path: P
                 digest, adapted = publish_adapter(tmp_path, beneath, seed)
                 version = Version(1, step)
                 coordinator.announce(version, digest, **a_probe(adapted))
-                installed = await coordinator.hear(
-                    VersionInstalled, lambda m, version=version: m.version == version
-                )
+                installed = await coordinator.installed(version)
                 assert installed.canary_diff is not None
                 assert installed.canary_diff < 1e-5
             base = publish(tmp_path, beneath)
@@ -560,7 +562,7 @@ def test_deltas_lead_to_a_version_and_what_fails_is_followed_by_the_whole(tmp_pa
                 version = Version(1, step)
                 probe = a_probe(models[model])
                 coordinator.announce(version, digests[model], path=path, **probe)
-                installed = await coordinator.hear(VersionInstalled, lambda m: m.version == version)
+                installed = await coordinator.installed(version)
                 assert installed.manifest_digest == digests[model]
                 assert installed.canary_diff is not None
                 assert installed.canary_diff < 1e-5
@@ -582,8 +584,7 @@ def test_an_engine_that_is_killed_comes_back_with_its_version(tmp_path: Path) ->
             os.kill(engine, signal.SIGKILL)
             hello = await coordinator.welcome()
             assert hello.installed is None
-            again = await coordinator.hear(VersionInstalled)
-            assert again.version == V0
+            await coordinator.installed(V0)
             coordinator.lease(1, V0, PAYLOAD)
             coordinator.acknowledge(await coordinator.hear(GroupResult))
 
@@ -647,7 +648,7 @@ def test_unruly_environments_cost_their_own_group_only(tmp_path: Path) -> None:
                 hello = await coordinator.welcome()
                 assert hello.environment_version == "7"
                 coordinator.announce(V0, publish(tmp_path, model))
-                await coordinator.hear(VersionInstalled)
+                await coordinator.installed(V0)
 
                 def lease(number: int, what: str) -> None:
                     coordinator.lease(number, V0, json.dumps({"what": what}))
