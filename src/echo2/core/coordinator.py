@@ -23,7 +23,7 @@ from echo2.core.events import (
     StopRequested,
     Tick,
 )
-from echo2.core.group import Group, GroupState
+from echo2.core.group import Group
 from echo2.core.learner_desk import LearnerDesk
 from echo2.core.records import (
     GroupStored,
@@ -192,8 +192,7 @@ class CoordinatorState:
         match record:
             case GroupStored():
                 assert isinstance(context, Group)
-                self.workers.stored(record_id, record, context)
-                self._only_buffered = context.state in (GroupState.BUFFERED, GroupState.AUDITING)
+                self._only_buffered = self.workers.stored(record_id, record, context)
             case StepRecorded():
                 self.learner.batches.step_durable(record_id)
             case LearnerRecorded():
