@@ -1,9 +1,10 @@
 """The coordinator's sockets: a lane each for control and rollouts, the enrolment socket, and
 the keys that open them.
 
-Every message of a peer on the allow-list goes to `on_message`; a key that leaves the list is
-told to `on_revoked`, before any later message; what knocks and is not let in is counted
-(`refused`), and told to `on_event` as often as a disk bears. Decides nothing else.
+Every message of a peer on the allow-list goes to `on_message`, and `on_turn` follows on those that
+came together; a key that leaves the list is told to `on_revoked`, before any later message; what
+knocks and is not let in is counted (`refused`), and told to `on_event` as often as a disk bears.
+Decides nothing else.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class CoordinatorSockets:
         run_dir: Path,
         *,
         on_message: Callable[[PeerId, Message], None],
+        on_turn: Callable[[], None],
         on_revoked: Callable[[PeerId], None],
         on_event: Callable[[str, dict[str, Any]], None],
     ) -> None:
@@ -69,6 +71,7 @@ class CoordinatorSockets:
         self._config = config
         self._run_dir = run_dir
         self._on_message = on_message
+        self._on_turn = on_turn
         self._on_revoked = on_revoked
         self._on_event = on_event
         self._before = _record_before(run_dir)
@@ -176,6 +179,7 @@ class CoordinatorSockets:
                 bind=bind,
                 keys=self._keys,
                 on_message=self._take,
+                on_turn=self._on_turn,
                 on_refused=self._message_refused,
                 client_roles=_client_roles,
                 budget_of=lambda peer: (
