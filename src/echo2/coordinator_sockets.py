@@ -47,6 +47,8 @@ _LEARNER_BUDGETS: Final = {
     lane: replace(LANES[lane].budget, taken=0, per_ms=0) for lane in (Lane.CONTROL, Lane.ROLLOUTS)
 }
 """A learner has the whole training in its hand: only what is refused is held against it."""
+_LEARNS: Final = frozenset({Role.LEARNER})
+_SAMPLES: Final = frozenset({Role.WORKER})
 Listening = TypeVar("Listening")
 
 
@@ -171,6 +173,8 @@ class CoordinatorSockets:
         self._tasks.start(self._authenticator.wait(), name="authenticator")
 
     async def _open(self, lane: Lane, port: int) -> Router:
+        budget, learners_budget = LANES[lane].budget, _LEARNER_BUDGETS[lane]
+
         async def listen(bind: str) -> Router:
             router = Router(
                 self._context,
@@ -182,9 +186,7 @@ class CoordinatorSockets:
                 on_turn=self._on_turn,
                 on_refused=self._message_refused,
                 client_roles=_client_roles,
-                budget_of=lambda peer: (
-                    _LEARNER_BUDGETS[lane] if _is_learner(peer) else LANES[lane].budget
-                ),
+                budget_of=lambda peer: learners_budget if _is_learner(peer) else budget,
             )
             await router.start()
             return router
@@ -276,7 +278,7 @@ class CoordinatorSockets:
 
 def _client_roles(peer: PeerId) -> frozenset[Role]:
     """A key named learner or learner-N learns; every other samples."""
-    return frozenset({Role.LEARNER if _is_learner(peer) else Role.WORKER})
+    return _LEARNS if _is_learner(peer) else _SAMPLES
 
 
 def _is_learner(peer: PeerId) -> bool:

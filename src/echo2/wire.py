@@ -246,11 +246,13 @@ def _lengths(cls: type[Message]) -> dict[str, int | None]:
 
 def _header_of(message: Message, codec: _Codec) -> bytes:
     packed: dict[str, bytes] = vars(message).get(_PACKED, {})
-    fields = {
-        name: msgspec.Raw(packed[name]) if name in packed else getattr(message, name)
-        for name in codec.lengths
-        if name not in codec.frame_names
-    }
+    fields: Any = message
+    if packed or codec.frames:
+        fields = {
+            name: msgspec.Raw(packed[name]) if name in packed else getattr(message, name)
+            for name in codec.lengths
+            if name not in codec.frame_names
+        }
     try:
         return _ENCODER.encode((codec.name, fields))
     except (TypeError, ValueError, OverflowError) as error:

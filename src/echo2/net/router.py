@@ -323,9 +323,10 @@ class Router:
         """Take in what is there, up to a bound; whether there may be more."""
         num_messages = num_bytes = 0
         while num_messages < MESSAGES_PER_TURN and num_bytes < BYTES_PER_TURN:
-            if not is_ready(socket):
-                return False
-            frames = receive_frames(socket)
+            try:
+                frames = receive_frames(socket)
+            except zmq.Again:
+                return is_ready(socket)
             num_messages += 1
             num_bytes += sum(map(len, frames))
             self._take(frames)
