@@ -42,7 +42,8 @@ def reader_of(cls: type, *, without: frozenset[str]) -> Reader:
     struct = msgspec.defstruct(
         cls.__name__, [(name, hints[name]) for name in names], forbid_unknown_fields=True
     )
-    header_type: Any = tuple[Literal[cls.__name__], struct]  # type: ignore[valid-type]
+    name_type: Any = Literal.__getitem__(cls.__name__)
+    header_type: Any = tuple.__class_getitem__((name_type, struct))
     decode = msgspec.msgpack.Decoder(header_type).decode
     encode = msgspec.msgpack.Encoder().encode
 
