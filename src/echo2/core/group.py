@@ -23,6 +23,8 @@ End = Literal["trained", "expired", "failed", "filtered", "cancelled"]
 
 
 class GroupState(enum.Enum):
+    __hash__ = object.__hash__  # there is one of each; an enum's own hash is Python, and slow
+
     QUEUED = "queued"
     LEASED = "leased"
     STORING = "storing"
