@@ -165,3 +165,40 @@ def _(bench: Bench) -> Told:
     lines = ("[audit]", "share = 0.1", 'workers = ["w-1"]')
     config = bench.config(*lines, "[environment]", 'name = "verifiers:gsm8k"')
     return bench.command("check", config)
+
+
+_OFFER = ("[[offers]]", 'name = "rtx-5090"', "groups_per_s = 0.2")
+
+
+@case("an offer with a key that is nearly one")
+def _(bench: Bench) -> Told:
+    path = bench.config(*_OFFER, "price_usd_per_h = 0.35", "uplink_mbits = 100")
+    return bench.command("check", path)
+
+
+@case("an offer without its price")
+def _(bench: Bench) -> Told:
+    return bench.command("check", bench.config(*_OFFER))
+
+
+@case("offers in single brackets")
+def _(bench: Bench) -> Told:
+    return bench.command("check", bench.config("[offers]", "count = 2"))
+
+
+@case("two offers of one name")
+def _(bench: Bench) -> Told:
+    offer = (*_OFFER, "price_usd_per_h = 0.35")
+    return bench.command("check", bench.config(*offer, *offer))
+
+
+@case("an offer with two rates")
+def _(bench: Bench) -> Told:
+    path = bench.config(*_OFFER, "price_usd_per_h = 0.35", "tokens_per_s = 5000")
+    return bench.command("check", path)
+
+
+@case("--set of an offer that is not there")
+def _(bench: Bench) -> Told:
+    path = bench.config(*_OFFER, "price_usd_per_h = 0.35")
+    return bench.command("check", path, "--set", "offers.rtx5090.count=3")
