@@ -208,6 +208,27 @@ def check(
 
 
 @app.command()
+def plan(
+    config: ConfigArgument,
+    settings: SetOption = None,
+    from_run: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-run",
+            metavar="RUN_DIR",
+            help="Take what [plan] and [[offers]] leave out from what this run has measured.",
+        ),
+    ] = None,
+    model: Annotated[str, typer.Option("--model", metavar="NAME", help='"paper".')] = "paper",
+    as_json: JsonOption = False,
+) -> None:
+    """For each S the cheapest machines on offer, their price, and what holds them back."""
+    if model not in ("paper",):
+        raise typer.BadParameter(f'"{model}" is no model; known: paper', param_hint="--model")
+    call_command("plan", config, settings or [], from_run=from_run, model=model, as_json=as_json)
+
+
+@app.command()
 def status(
     run_dir: RunDirOption = None,
     url: Annotated[

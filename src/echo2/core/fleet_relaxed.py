@@ -1,0 +1,127 @@
+"""What holds a planned fleet back, in words, and what would make a step cheaper.
+
+Each remedy is one changed term; the plan is made again with it, at the same S or the next, and
+the difference of the two prices per step is what the remedy saves. A remedy that costs money
+itself (a wider line) is told without that price, which only the user knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from echo2.core.fleet_plan import plan_row
+from echo2.core.fleet_terms import CapacityModel, Machine, PlanRow, RunTerms
+
+OVERHEAD_SHARE: Final = 0.05
+"""Below this share of μ_min, what dissemination asks for beyond R/T_train is no bottleneck."""
+SAVING_SHARE_MIN: Final = 0.001
+"""Savings below this share of a step's price are not told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """`what` is changed, from what to what; `saves_usd_per_step` in $. `makes_enough`: without it
+    no set of machines is enough."""
+
+    what: str
+    saves_usd_per_step: float
+    makes_enough: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    what: str
+    terms: RunTerms
+    machines: Sequence[Machine]
+    staleness_max: int
+
+
+def bottleneck(terms: RunTerms, row: PlanRow) -> str:
+    """What the fleet of `row` is held back by."""
+    if not row.is_enough:
+        return row.proof
+    bare = terms.groups_per_step / terms.train_s
+    overhead = 1 - bare / row.mu_min
+    if overhead > OVERHEAD_SHARE:
+        return (
+            f"dissemination: {overhead:.0%} of the rate makes up for T_bcast, {row.bcast_s:.4g} s, "
+            f"most of it {row.bcast_words}"
+        )
+    shares = {
+        "the learner": row.learner_usd_per_h,
+        "the machines that sample": row.machines_usd_per_h,
+        "egress": row.egress_usd_per_h,
+    }
+    dearest = max(shares, key=lambda name: shares[name])
+    if not row.usd_per_h:
+        return "the learner: it hardly waits, and nothing has a price"
+    share = shares[dearest] / row.usd_per_h
+    return f"{dearest}: {share:.0%} of the price; the learner hardly waits"
+
+
+def remedies(
+    terms: RunTerms, machines: Sequence[Machine], model: CapacityModel, row: PlanRow
+) -> list[Remedy]:
+    """What would save most, the best first. Of a fleet that is not enough, only what makes it
+    enough, or the step cheaper."""
+    found = []
+    for change in _changes(terms, machines, row):
+        other = plan_row(change.terms, change.machines, model, staleness_max=change.staleness_max)
+        if other is None or other.is_enough < row.is_enough:
+            continue
+        saved = row.usd_per_step - other.usd_per_step
+        if other.is_enough > row.is_enough:
+            found.append(Remedy(change.what, saved, makes_enough=True))
+        elif saved > SAVING_SHARE_MIN * row.usd_per_step:
+            found.append(Remedy(change.what, saved))
+    return sorted(found, key=lambda each: (not each.makes_enough, -each.saves_usd_per_step))
+
+
+def _changes(terms: RunTerms, machines: Sequence[Machine], row: PlanRow) -> Iterator[_Change]:
+    s = row.staleness_max
+    weights = terms.weights
+
+    def with_weights(what: str, **changed: float) -> _Change:
+        return _Change(what, replace(terms, weights=replace(weights, **changed)), machines, s)
+
+    def with_machines(what: str, changed: Sequence[Machine]) -> _Change:
+        return _Change(what, terms, changed, s)
+
+    up = weights.origin_up_mbit
+    yield with_weights(f"origin uplink {up:g} -> {2 * up:g} Mbit/s", origin_up_mbit=2 * up)
+    share = weights.delta_share
+    yield with_weights(
+        f"half the bytes of a version (delta share {share:.3g} -> {share / 2:.3g})",
+        delta_share=share / 2,
+    )
+    if weights.encode_s:
+        yield with_weights(
+            f"encoding {weights.encode_s:g} -> {weights.encode_s / 2:g} s",
+            encode_s=weights.encode_s / 2,
+        )
+    yield _Change(f"S {s} -> {s + 1}", terms, machines, s + 1)
+    yield with_machines(
+        "a line twice as wide at each machine",
+        [
+            _with_kind(m, up_mbit=2 * m.kind.up_mbit, down_mbit=2 * m.kind.down_mbit)
+            for m in machines
+        ],
+    )
+    if any(m.kind.install_s for m in machines):
+        yield with_machines(
+            "an install in half the time",
+            [_with_kind(m, install_s=m.kind.install_s / 2) for m in machines],
+        )
+    for index, machine in enumerate(machines):
+        if row.counts.get(machine.kind.name, 0) == machine.count:
+            more = [*machines]
+            more[index] = replace(machine, count=2 * machine.count)
+            yield with_machines(
+                f"{2 * machine.count} of {machine.kind.name} instead of {machine.count}", more
+            )
+
+
+def _with_kind(machine: Machine, **changed: float) -> Machine:
+    return replace(machine, kind=replace(machine.kind, **changed))
