@@ -15,10 +15,10 @@ from echo2.commands.table import columns
 from echo2.config import Config, load_config
 from echo2.core.capacity_pool import Pool
 from echo2.core.capacity_spread import fluid_bcast_s
-from echo2.core.fleet_models import PaperModel
-from echo2.core.fleet_plan import fleet_plan
-from echo2.core.fleet_relaxed import Remedy, bottleneck, remedies
-from echo2.core.fleet_terms import CapacityModel, PlanRow
+from echo2.core.fleet_paper import PaperModel
+from echo2.core.fleet_plan import CapacityModel, fleet_plan
+from echo2.core.fleet_relaxed import Remedy, remedies
+from echo2.core.fleet_terms import PlanRow
 
 MODELS: Final[Mapping[str, CapacityModel]] = {"paper": PaperModel()}
 REMEDIES_SHOWN: Final = 3

@@ -1,4 +1,4 @@
-"""What holds a planned fleet back, in words, and what would make a step cheaper.
+"""What would make a step of a planned fleet cheaper.
 
 Each remedy is one changed term; the plan is made again with it, at the same S or the next, and
 the difference of the two prices per step is what the remedy saves. A remedy that costs money
@@ -11,11 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from echo2.core.fleet_plan import plan_row
-from echo2.core.fleet_terms import CapacityModel, Machine, PlanRow, RunTerms
+from echo2.core.fleet_plan import CapacityModel, plan_row
+from echo2.core.fleet_terms import Machine, PlanRow, RunTerms
 
-OVERHEAD_SHARE: Final = 0.05
-"""Below this share of μ_min, what dissemination asks for beyond R/T_train is no bottleneck."""
 SAVING_SHARE_MIN: Final = 0.001
 """Savings below this share of a step's price are not told."""
 
@@ -36,29 +34,6 @@ class _Change:
     terms: RunTerms
     machines: Sequence[Machine]
     staleness_max: int
-
-
-def bottleneck(terms: RunTerms, row: PlanRow) -> str:
-    """What the fleet of `row` is held back by."""
-    if not row.is_enough:
-        return row.proof
-    bare = terms.groups_per_step / terms.train_s
-    overhead = 1 - bare / row.mu_min
-    if overhead > OVERHEAD_SHARE:
-        return (
-            f"dissemination: {overhead:.0%} of the rate makes up for T_bcast, {row.bcast_s:.4g} s, "
-            f"most of it {row.bcast_words}"
-        )
-    shares = {
-        "the learner": row.learner_usd_per_h,
-        "the machines that sample": row.machines_usd_per_h,
-        "egress": row.egress_usd_per_h,
-    }
-    dearest = max(shares, key=lambda name: shares[name])
-    if not row.usd_per_h:
-        return "the learner: it hardly waits, and nothing has a price"
-    share = shares[dearest] / row.usd_per_h
-    return f"{dearest}: {share:.0%} of the price; the learner hardly waits"
 
 
 def remedies(
@@ -90,7 +65,7 @@ def _changes(terms: RunTerms, machines: Sequence[Machine], row: PlanRow) -> Iter
         return _Change(what, terms, changed, s)
 
     up = weights.origin_up_mbit
-    yield with_weights(f"origin uplink {up:g} -> {2 * up:g} Mbit/s", origin_up_mbit=2 * up)
+    yield with_weights(f"origin uplink {up:.4g} -> {2 * up:.4g} Mbit/s", origin_up_mbit=2 * up)
     share = weights.delta_share
     yield with_weights(
         f"half the bytes of a version (delta share {share:.3g} -> {share / 2:.3g})",
@@ -98,7 +73,7 @@ def _changes(terms: RunTerms, machines: Sequence[Machine], row: PlanRow) -> Iter
     )
     if weights.encode_s:
         yield with_weights(
-            f"encoding {weights.encode_s:g} -> {weights.encode_s / 2:g} s",
+            f"encoding {weights.encode_s:.3g} -> {weights.encode_s / 2:.3g} s",
             encode_s=weights.encode_s / 2,
         )
     yield _Change(f"S {s} -> {s + 1}", terms, machines, s + 1)

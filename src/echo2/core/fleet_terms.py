@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 from echo2.core.activation import Offer
-from echo2.core.capacity_pool import Pool, WorkerKind
+from echo2.core.capacity_pool import WorkerKind
 from echo2.core.capacity_spread import Weights
 
 GIGABYTE = 1e9
@@ -79,35 +79,14 @@ class Machine:
         )
 
 
-class CapacityModel(Protocol):
-    """How many groups per second are needed, and how long a step takes with those there are."""
-
-    @property
-    def name(self) -> str: ...
-
-    def periods(self, staleness_max: int) -> range:
-        """The κ that S allows."""
-
-    def mu_min(
-        self, terms: RunTerms, pool: Pool, *, staleness_max: int, period: int, bcast_s: float
-    ) -> float:
-        """Groups per second with which the learner hardly waits; inf when none is enough. Only
-        the proportions of `pool` count."""
-
-    def step_s(
-        self, terms: RunTerms, pool: Pool, *, staleness_max: int, period: int, bcast_s: float
-    ) -> float:
-        """Mean seconds of a step, waiting included; inf when the learner would wait forever."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow:
     """The cheapest fleet for one S.
 
     `counts` machines by name, `rate` what they make on average, `mu_min` what is needed at least
-    (without the margin γ). `is_enough` False: no set on offer reaches γ·μ_min; then this is all
-    machines, at the κ with the cheapest step. `proof` says how sure it is that no set is cheaper,
-    `bcast_words` what sets T_bcast.
+    (without the margin γ; inf: no rate is enough). `is_enough` False: no set on offer reaches
+    γ·μ_min, and this is one with which a step costs least. `proof` says how sure it is that no set
+    is cheaper, `bottleneck` what the fleet is held back by.
     """
 
     staleness_max: int
@@ -116,7 +95,6 @@ class PlanRow:
     counts: Mapping[str, int]
     rate: float
     bcast_s: float
-    bcast_words: str
     step_s: float
     bubble_ratio: float
     learner_usd_per_h: float
@@ -125,6 +103,7 @@ class PlanRow:
     is_enough: bool
     is_cheapest: bool
     proof: str
+    bottleneck: str
 
     @property
     def usd_per_h(self) -> float:
