@@ -66,7 +66,7 @@ class Workload:
             ("train_s", self.train_s, 1e-6, 1e9),
             ("staleness_max", self.staleness_max, 0, 1000),
             ("period", self.period, 1, self.staleness_max + 1),
-            ("latency_cv", self.latency_cv, 0.0, 10.0),
+            ("latency_cv", self.latency_cv, 0.0, 5.0),
             ("lead_steps", self.lead_steps or 0.0, 0.0, 1000.0),
             ("learner_usd_per_h", self.learner_usd_per_h, 0.0, 1e9),
             ("spread", 0.0 if isinstance(self.spread, Weights) else self.spread, 0.0, 1e9),

@@ -27,7 +27,7 @@ from echo2.core.dispatch import INSTALL_SHARE_MAX, STRAGGLER_RATIO
 from echo2.core.estimates import Estimate
 from echo2.core.worker_versions import KEEP_FETCH_ABOVE
 
-QUANTILES = 4096
+QUANTILES = 8192
 MEASURED_MAX = 16
 MEASURE_WEIGHT = Estimate().weight
 _LEARNER, _FETCHED, _INSTALLED = -1, -2, -3
@@ -108,21 +108,20 @@ class Counts:
 
 @lru_cache(maxsize=64)
 def gamma_quantiles(cv: float) -> tuple[float, ...]:
-    """QUANTILES values with mean 1, each as likely, of a gamma distribution with coefficient of
-    variation `cv`: the middles of equal shares of its mass."""
+    """QUANTILES equally likely values, with mean 1, of a gamma distribution with coefficient of
+    variation `cv`, 0 to 5: the middles of equal shares of its mass, ascending."""
     if cv < 1e-3:
         return (1.0,) * QUANTILES
-    shape = 1.0 / cv**2
-    # x = e^z: the density over z is x^shape e^(-shape x), smooth for every shape
-    low, high, cells = -30.0 / min(1.0, shape), math.log(1.0 + 40.0 * cv * (1.0 + cv)), 20_000
-    low = max(low, -12.0 * cv) if cv < 1.0 else max(low, -200.0)
+    shape, cells = 1.0 / cv**2, 20_000
+    # With x = e^z the density over z is x^shape e^(-shape x), which is smooth for every shape.
+    low = -12.0 * cv if cv < 1.0 else max(-200.0, -30.0 / shape)
+    high = math.log(1.0 + 40.0 * cv * (1.0 + cv))
     width = (high - low) / cells
     mass = []
     for i in range(cells):
         z = low + (i + 0.5) * width
         mass.append(math.exp(shape * (z - math.exp(z) + 1.0)))
-    total = math.fsum(mass)
-    found, below, i = [], 0.0, 0
+    total, found, below, i = math.fsum(mass), [], 0.0, 0
     for q in range(QUANTILES):
         wanted = (q + 0.5) / QUANTILES * total
         while below + mass[i] < wanted:
@@ -131,6 +130,18 @@ def gamma_quantiles(cv: float) -> tuple[float, ...]:
         found.append(math.exp(low + (i + (wanted - below) / mass[i]) * width))
     mean = math.fsum(found) / QUANTILES
     return tuple(value / mean for value in found)
+
+
+@lru_cache(maxsize=64)
+def group_times(cv: float, seed: int) -> tuple[float, ...]:
+    """The quantiles, shuffled: in each QUANTILES groups every one comes once, so that two
+    predictions differ little by luck."""
+    times, draw = list(gamma_quantiles(cv)), 2 * seed + 1
+    for i in range(len(times) - 1, 0, -1):
+        draw = (draw * 6364136223846793005 + 1442695040888963407) % 2**64
+        j = (draw >> 33) % (i + 1)
+        times[i], times[j] = times[j], times[i]
+    return tuple(times)
 
 
 class StepRecursion:
@@ -150,8 +161,8 @@ class StepRecursion:
         self.asked_at: float | None = 0.0
         self.counts = Counts()
         self._heap: list[tuple[float, int, int, float, float]] = []
-        self._times = gamma_quantiles(rules.latency_cv)
-        self._draw = seed * 2 + 1
+        self._times = group_times(rules.latency_cv, seed)
+        self._num_begun = 0
         self._newest = 0
         self._fetching: tuple[int, float] | None = None
         self._counting = False
@@ -289,12 +300,12 @@ class StepRecursion:
         kind = self.kinds[index]
         now = self.now
         start = max(now, kind.paused_until_s)
-        draw, times, heap = self._draw, self._times, self._heap
+        first, times, heap = self._num_begun, self._times, self._heap
         expiry, latency_s, mark = self.f + place, kind.latency_s, kind.paused_s
-        for _ in range(number):
-            draw = (draw * 6364136223846793005 + 1442695040888963407) & 0xFFFFFFFFFFFFFFFF
-            heappush(heap, (start + latency_s * times[draw >> 52], index, expiry, mark, now))
-        self._draw = draw
+        for i in range(first, first + number):
+            end_s = start + latency_s * times[i % QUANTILES]
+            heappush(heap, (end_s, index, expiry, mark, now))
+        self._num_begun += number
         kind.leased[place] += number
         kind.num_leased += number
         self.leased[place] += number
