@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -207,6 +208,13 @@ def check(
     call_command("check", config, run_dir, settings or [], as_json=as_json, schema=schema)
 
 
+class PlanModel(StrEnum):
+    """Names of capacity models (`echo2.commands.plan.MODELS`)."""
+
+    ECHO2 = "echo2"
+    PAPER = "paper"
+
+
 @app.command()
 def plan(
     config: ConfigArgument,
@@ -216,16 +224,18 @@ def plan(
         typer.Option(
             "--from-run",
             metavar="RUN_DIR",
-            help="Take what [plan] and [[offers]] leave out from what this run has measured.",
+            help="Measured there is what the tables plan and offers leave out.",
         ),
     ] = None,
-    model: Annotated[str, typer.Option("--model", metavar="NAME", help='"paper".')] = "paper",
+    model: Annotated[
+        PlanModel, typer.Option("--model", help="Whose capacity model.")
+    ] = PlanModel.ECHO2,
     as_json: JsonOption = False,
 ) -> None:
     """For each S the cheapest machines on offer, their price, and what holds them back."""
-    if model not in ("paper",):
-        raise typer.BadParameter(f'"{model}" is no model; known: paper', param_hint="--model")
-    call_command("plan", config, settings or [], from_run=from_run, model=model, as_json=as_json)
+    call_command(
+        "plan", config, settings or [], from_run=from_run, model=model.value, as_json=as_json
+    )
 
 
 @app.command()

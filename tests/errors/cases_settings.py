@@ -202,3 +202,34 @@ def _(bench: Bench) -> Told:
 def _(bench: Bench) -> Told:
     path = bench.config(*_OFFER, "price_usd_per_h = 0.35")
     return bench.command("check", path, "--set", "offers.rtx5090.count=3")
+
+
+@case("a plan without assumptions")
+def _(bench: Bench) -> Told:
+    return bench.command("plan", bench.config("[plan]", "train_s = 30"))
+
+
+@case("a plan from a run that has not measured all")
+def _(bench: Bench) -> Told:
+    bench.run_dir.mkdir()
+    (bench.run_dir / "config.resolved.toml").touch()
+    (bench.run_dir / "metrics.jsonl").write_text('{"step": 1, "train_s": 2.5}\n')
+    return bench.command("plan", bench.config(), "--from-run", bench.run_dir)
+
+
+@case("a plan from a folder that is no run")
+def _(bench: Bench) -> Told:
+    bench.run_dir.mkdir()
+    return bench.command("plan", bench.config(), "--from-run", bench.run_dir)
+
+
+@case("a plan from a run that trained no step")
+def _(bench: Bench) -> Told:
+    bench.run_dir.mkdir()
+    (bench.run_dir / "config.resolved.toml").touch()
+    return bench.command("plan", bench.config(), "--from-run", bench.run_dir)
+
+
+@case("a plan over no S")
+def _(bench: Bench) -> Told:
+    return bench.command("plan", bench.config("[plan]", "staleness_min = 7"))

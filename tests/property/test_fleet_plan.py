@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from echo2.core.capacity_pool import Pool, WorkerKind
 from echo2.core.capacity_spread import Weights, fluid_bcast_s
-from echo2.core.fleet_models import PaperModel
+from echo2.core.fleet_case import FleetCase
+from echo2.core.fleet_paper import PaperModel
 from echo2.core.fleet_plan import plan_row
 from echo2.core.fleet_terms import Machine, PlanRow, RunTerms
 
@@ -80,9 +81,7 @@ def test_a_fleet_that_is_enough_is_on_offer_and_bears_its_own_t_bcast(
         )
     )
     assert row.bcast_s == pytest.approx(fluid_bcast_s(terms.weights, pool))
-    needed = MODEL.mu_min(
-        terms, pool, staleness_max=staleness_max, period=row.period, bcast_s=row.bcast_s
-    )
+    needed = MODEL.mu_min(FleetCase(terms, machines, staleness_max, row.period), row.bcast_s)
     assert row.mu_min == needed
     if row.is_enough:
         assert pool.rate_groups_per_s >= 1.1 * needed * (1 - 1e-6)

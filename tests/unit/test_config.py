@@ -23,7 +23,7 @@ from echo2.errors import ConfigError
 from echo2.toml_text import toml_document
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
 
 
 def problems_of(tables: dict[str, Any]) -> list[str]:
@@ -399,7 +399,8 @@ def test_every_shipped_file_is_valid_names_its_schema_and_survives_being_resolve
     path: Path,
 ) -> None:
     config = load_config(path)
-    assert path.read_text(encoding="utf-8").startswith("#:schema ./echo2.schema.json\n")
+    schema = "../echo2.schema.json" if path.parent.name == "examples" else "./echo2.schema.json"
+    assert path.read_text(encoding="utf-8").startswith(f"#:schema {schema}\n")
     assert config_from_mapping(tomllib.loads(config_to_toml(config))) == config
 
 

@@ -12,8 +12,8 @@
 | offers | the run's workers by engine, precision and slots; their share of the trained groups |
 
 A line carries at least what fetch_s shows, and so do the machines' lines of the offers that are
-made here. The fleet's rate is the nine-tenths quantile of rollout_tokens_per_s for each ready worker: with
-a full fleet the workers wait at times, and then sample less than they could.
+made here. The fleet's rate is the nine-tenths quantile of rollout_tokens_per_s for each ready
+worker: with a full fleet the workers wait at times, and then sample less than they could.
 """
 
 from __future__ import annotations

@@ -130,9 +130,11 @@ def _machine(offer: OfferTable, config: Config, values: Mapping[str, Any]) -> Ma
 
 
 def _lacks(missing: list[str], measured: Measured | None) -> str:
-    ways = "in the file ([plan], [[offers]]), or by --set plan.train_s=30"
+    first = missing[0].partition(" ")[0]
+    example = f"{first}=NUMBER" if first.startswith("plan.") else "'offers=[{name=...}]'"
+    ways = f"in the file ([plan], [[offers]]), by --set {example}"
     if measured is None:
-        ways += ", or measured by --from-run RUN_DIR"
+        ways += ", or measured, by --from-run RUN_DIR"
     else:
-        ways += f"; {measured.run_dir} has not measured that"
+        ways += f"; {measured.run_dir} has not measured it"
     return f"echo2 plan needs {', '.join(missing)}; give that {ways}"

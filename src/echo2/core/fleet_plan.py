@@ -1,11 +1,12 @@
 """For each S, the cheapest machines on offer with which the learner hardly waits.
 
-    level d: machines with downlink >= d --model--> cheapest set that is enough
-    of all levels and all periods κ: the one with the cheapest step
+    machines with downlink >= d, or with latency <= l --model--> cheapest set that is enough
+    of all such levels and all periods κ: the one with the cheapest step
 
-T_bcast depends on who takes part: one slow downlink holds up all. So the slowest are left out one
-level after the other. Uplinks are not chosen by: where they are scarce, a set with fewer but
-wider ones may be cheaper, and is found only if a level leads to it.
+Who takes part decides about T_bcast, since one slow downlink holds up all, and about how long a
+batch waits for its slowest group. So the slowest of each kind are left out one level after the
+other. Uplinks are not chosen by: where they are scarce, a set with fewer but wider ones may be
+cheaper, and is found only if a level leads to it.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Final, Protocol
 from echo2.core.fleet_case import FleetCase
 from echo2.core.fleet_terms import Machine, PlanRow, RunTerms
 
-LEVELS_MAX: Final = 12
-"""Downlinks that are looked at as the slowest, evenly chosen among those on offer."""
+LEVELS_MAX: Final = 8
+"""Downlinks, and latencies, that are looked at as the slowest, evenly chosen among those there."""
 
 
 class CapacityModel(Protocol):
@@ -49,22 +50,38 @@ def plan_row(
     terms: RunTerms, machines: Sequence[Machine], model: CapacityModel, *, staleness_max: int
 ) -> PlanRow | None:
     """The cheapest fleet for S; None when the model has no period for it."""
+    has_egress = any(m.egress_usd_per_gb for m in machines) or terms.origin_egress_usd_per_gb > 0
     cases = [FleetCase(terms, machines, staleness_max, k) for k in model.periods(staleness_max)]
-    rows = [
-        row
-        for case in cases
-        for allowed in _levels(machines)
-        if (row := model.enough(case, allowed)) is not None
-    ]
+    rows: list[PlanRow] = []
+    for case in cases:
+        needs_least = False
+        for allowed in _levels(machines):
+            row = model.enough(case, allowed)
+            if row is not None:
+                rows.append(row)
+                needs_least = row.mu_min <= case.bare_rate
+            if needs_least:
+                break  # fewer machines to choose from ask for no lower rate
+        if needs_least and not has_egress:
+            break  # nor does a longer period, which then saves no money
     rows = rows or [model.too_few(case) for case in cases]
     return min(rows, key=lambda row: row.usd_per_step, default=None)
 
 
 def _levels(machines: Sequence[Machine]) -> Iterator[list[Machine]]:
-    """The machines with at least some downlink: all of them first, the widest alone last."""
-    downs = sorted({machine.kind.down_mbit for machine in machines})
-    if len(downs) > LEVELS_MAX:
-        step = (len(downs) - 1) / (LEVELS_MAX - 1)
-        downs = [downs[round(step * i)] for i in range(LEVELS_MAX)]
-    for least in downs:
+    """All machines; those with at least some downlink, the widest alone last; those whose groups
+    take at most so long, the quickest alone last."""
+    yield list(machines)
+    for least in _spaced(sorted({machine.kind.down_mbit for machine in machines})):
         yield [machine for machine in machines if machine.kind.down_mbit >= least]
+    latencies = sorted({machine.kind.latency_s for machine in machines}, reverse=True)
+    for most_s in _spaced(latencies):
+        yield [machine for machine in machines if machine.kind.latency_s <= most_s]
+
+
+def _spaced(values: list[float]) -> list[float]:
+    """All but the first, or LEVELS_MAX of them, evenly chosen."""
+    if len(values) <= LEVELS_MAX:
+        return values[1:]
+    step = (len(values) - 1) / LEVELS_MAX
+    return [values[round(step * (i + 1))] for i in range(LEVELS_MAX)]

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from echo2.core.fleet_plan import CapacityModel, plan_row
 from echo2.core.fleet_terms import Machine, PlanRow, RunTerms
 
-SAVING_SHARE_MIN: Final = 0.001
+SAVING_SHARE_MIN: Final = 0.005
 """Savings below this share of a step's price are not told."""
 
 
@@ -58,7 +58,7 @@ def _changes(terms: RunTerms, machines: Sequence[Machine], row: PlanRow) -> Iter
     s = row.staleness_max
     weights = terms.weights
 
-    def with_weights(what: str, **changed: float) -> _Change:
+    def with_weights(what: str, **changed: Any) -> _Change:
         return _Change(what, replace(terms, weights=replace(weights, **changed)), machines, s)
 
     def with_machines(what: str, changed: Sequence[Machine]) -> _Change:
@@ -98,5 +98,5 @@ def _changes(terms: RunTerms, machines: Sequence[Machine], row: PlanRow) -> Iter
             )
 
 
-def _with_kind(machine: Machine, **changed: float) -> Machine:
+def _with_kind(machine: Machine, **changed: Any) -> Machine:
     return replace(machine, kind=replace(machine.kind, **changed))
