@@ -33,6 +33,22 @@ class FleetCase:
         """R/T_train: groups per second that a learner eats which never waits."""
         return self.terms.groups_per_step / self.terms.train_s
 
+    @property
+    def has_egress(self) -> bool:
+        """Whether what is sent costs money."""
+        machines = self.machines
+        return self.terms.origin_egress_usd_per_gb > 0 or any(
+            machine.egress_usd_per_gb for machine in machines
+        )
+
+    def least_usd_per_step(self, allowed: Sequence[Machine], rate: float) -> float:
+        """No set of `allowed` that makes `rate` has a cheaper step; inf if all make less."""
+        fleet = self.fleet(allowed, rate)
+        if fleet is None:
+            return math.inf
+        usd_per_h = self.terms.learner_usd_per_h + fleet.chosen.bound_usd_per_h
+        return usd_per_h * self.terms.train_s / 3600.0
+
     def fleet(self, allowed: Sequence[Machine], rate: float) -> Fleet | None:
         """The cheapest of `allowed` that make `rate` groups per second; None if all make less."""
         offers = [machine.offer(self.terms, self.period) for machine in allowed]

@@ -9,17 +9,22 @@ rate waits less, but for the noise of what is played. The plan takes the cheapes
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
 from echo2.core.capacity import BUBBLE_MAX, Prediction, Workload, predict
-from echo2.core.capacity_pool import Pool
+from echo2.core.capacity_pool import Pool, WorkerKind
 from echo2.core.fleet_case import Fleet, FleetCase
 from echo2.core.fleet_terms import Machine, PlanRow
 
 RATIO: Final = 1.03
 """From one rate that is looked at to the next."""
+LATENCY_RATIO: Final = 1.2
+"""Workers whose mean times of a group are within this are played as one kind."""
 RATE_MOST: Final = 6.0
 """Highest rate that is looked at, in R/T_train: what that does not mend, no rate does."""
 RATES_ABOVE_MARGIN_MAX: Final = 10
@@ -35,9 +40,9 @@ class Echo2Model:
         """The shortest, the longest, and those between by powers of two."""
         return sorted({min(2**k, staleness_max + 1) for k in range(staleness_max.bit_length() + 1)})
 
-    def enough(self, case: FleetCase, allowed: Sequence[Machine]) -> PlanRow | None:
+    def enough(self, case: FleetCase, allowed: Sequence[Machine], below: float) -> PlanRow | None:
         """Nothing, too, where only the margin γ cannot be had."""
-        index = self._least(case, allowed)
+        index = self._least(case, allowed, below)
         if index is None:
             return None
         mu_min = self._rate(case, index)
@@ -60,7 +65,7 @@ class Echo2Model:
         """All machines, where they lack only the margin γ; else the fleet with the cheapest step,
         of some between R/T_train and all machines."""
         whole = case.whole()
-        index = self._least(case, case.machines)
+        index = self._least(case, case.machines, math.inf)
         if index is not None:
             mu_min = self._rate(case, index)
             words = (
@@ -89,13 +94,23 @@ class Echo2Model:
             is_enough=False,
         )
 
-    def _least(self, case: FleetCase, allowed: Sequence[Machine]) -> int | None:
-        """The index of the lowest rate whose cheapest set is enough; None if no rate's is."""
+    def _least(self, case: FleetCase, allowed: Sequence[Machine], below: float) -> int | None:
+        """The index of the lowest rate whose cheapest set is enough; None if no rate's is, or none
+        whose step may be cheaper than `below`."""
         whole = sum(machine.on_average.rate_groups_per_s * machine.count for machine in allowed)
         most = min(whole * (1 - 1e-9) / case.bare_rate, RATE_MOST)
         if most < 1 - BUBBLE_MAX:
             return None
         low, high = 0, math.floor(math.log(most / (1 - BUBBLE_MAX), RATIO))
+        if below < math.inf:
+            margin = case.terms.rate_margin
+
+            def least_usd(index: int) -> float:
+                return case.least_usd_per_step(allowed, margin * self._rate(case, index))
+
+            high = bisect_left(range(high + 1), below, key=least_usd) - 1
+            if high < 0:
+                return None
         if self._is_enough(case, allowed, low):
             return low
         if not self._is_enough(case, allowed, high):
@@ -142,10 +157,30 @@ class Echo2Model:
                 late=terms.late,
                 latency_cv=terms.latency_cv,
                 lead_steps=terms.lead_steps,
-                spread=terms.weights,
+                spread=case.bcast_s(pool) - max(kind.install_s for kind, _ in pool.members),
             ),
-            pool,
+            _alike(pool),
         )
+
+
+def _alike(pool: Pool) -> Pool:
+    """The same with workers whose groups take about as long as one kind, since what is played
+    takes longer with each. Rates and slots stay, so does each kind's mean time of a group."""
+    found: dict[tuple[int, float], list[tuple[WorkerKind, int]]] = defaultdict(list)
+    for kind, count in pool.members:
+        place = round(math.log(kind.latency_s, LATENCY_RATIO))
+        found[place, kind.install_s].append((kind, count))
+    return Pool(tuple(_merged(members) for _, members in sorted(found.items())))
+
+
+def _merged(members: Sequence[tuple[WorkerKind, int]]) -> tuple[WorkerKind, int]:
+    """One worker that does what all of them do; the only one as it is."""
+    if len(members) == 1:
+        return members[0]
+    first = members[0][0]
+    rate = math.fsum(kind.rate_groups_per_s * count for kind, count in members)
+    slots = sum(kind.slots * count for kind, count in members)
+    return replace(first, rate_groups_per_s=rate, slots=slots), 1
 
 
 _predict = lru_cache(maxsize=4096)(predict)

@@ -29,9 +29,12 @@ class PaperModel:
     def periods(self, staleness_max: int) -> Sequence[int]:
         return range(1, staleness_max + 1)
 
-    def enough(self, case: FleetCase, allowed: Sequence[Machine]) -> PlanRow | None:
-        """The cheapest set of `allowed` that reaches γ·μ_min; None if none was found."""
+    def enough(self, case: FleetCase, allowed: Sequence[Machine], below: float) -> PlanRow | None:
+        """The cheapest set of `allowed` that reaches γ·μ_min; None if none was found, or none has
+        a step cheaper than `below`."""
         margin = case.terms.rate_margin
+        if case.least_usd_per_step(allowed, margin * case.bare_rate) >= below:
+            return None
         slowest = min(allowed, key=lambda machine: machine.kind.down_mbit)
         bcast_s = case.bcast_s(Pool(((slowest.on_average, 1),)))
         for _ in range(ROUNDS_MAX):

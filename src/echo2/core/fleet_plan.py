@@ -11,13 +11,14 @@ cheaper, and is found only if a level leads to it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
 from echo2.core.fleet_case import FleetCase
 from echo2.core.fleet_terms import Machine, PlanRow, RunTerms
 
-LEVELS_MAX: Final = 8
+LEVELS_MAX: Final = 4
 """Downlinks, and latencies, that are looked at as the slowest, evenly chosen among those there."""
 
 
@@ -30,9 +31,9 @@ class CapacityModel(Protocol):
     def periods(self, staleness_max: int) -> Sequence[int]:
         """The κ to look at for this S."""
 
-    def enough(self, case: FleetCase, allowed: Sequence[Machine]) -> PlanRow | None:
-        """The cheapest set of `allowed` with which the learner hardly waits; None: there is none,
-        or none was found."""
+    def enough(self, case: FleetCase, allowed: Sequence[Machine], below: float) -> PlanRow | None:
+        """The cheapest set of `allowed` with which the learner hardly waits; None: none was found,
+        or none whose step may be cheaper than `below` dollars."""
 
     def too_few(self, case: FleetCase) -> PlanRow:
         """What comes of a case in which no set is enough."""
@@ -47,25 +48,42 @@ def fleet_plan(
 
 
 def plan_row(
-    terms: RunTerms, machines: Sequence[Machine], model: CapacityModel, *, staleness_max: int
+    terms: RunTerms,
+    machines: Sequence[Machine],
+    model: CapacityModel,
+    *,
+    staleness_max: int,
+    periods: Sequence[int] | None = None,
+    below: float = math.inf,
 ) -> PlanRow | None:
-    """The cheapest fleet for S; None when the model has no period for it."""
-    has_egress = any(m.egress_usd_per_gb for m in machines) or terms.origin_egress_usd_per_gb > 0
-    cases = [FleetCase(terms, machines, staleness_max, k) for k in model.periods(staleness_max)]
-    rows: list[PlanRow] = []
+    """The cheapest fleet for S, with one of `periods` (None: any that the model names), if its
+    step is cheaper than `below` dollars. None when there is none; without `below`, only when the
+    model has no period for S."""
+    found = [k for k in model.periods(staleness_max) if periods is None or k in periods]
+    cases = [FleetCase(terms, machines, staleness_max, k) for k in found]
+    best = _cheapest_enough(cases, model, below)
+    if best is not None or below < math.inf:
+        return best
+    rows = [model.too_few(case) for case in cases]
+    return min(rows, key=lambda row: row.usd_per_step, default=None)
+
+
+def _cheapest_enough(
+    cases: Sequence[FleetCase], model: CapacityModel, below: float
+) -> PlanRow | None:
+    best: PlanRow | None = None
     for case in cases:
         needs_least = False
-        for allowed in _levels(machines):
-            row = model.enough(case, allowed)
-            if row is not None:
-                rows.append(row)
-                needs_least = row.mu_min <= case.bare_rate
-            if needs_least:
+        for allowed in _levels(case.machines):
+            row = model.enough(case, allowed, below)
+            if row is not None and row.usd_per_step < below:
+                best, below = row, row.usd_per_step
+            if row is not None and row.mu_min <= case.bare_rate:
+                needs_least = True
                 break  # fewer machines to choose from ask for no lower rate
-        if needs_least and not has_egress:
+        if needs_least and not case.has_egress:
             break  # nor does a longer period, which then saves no money
-    rows = rows or [model.too_few(case) for case in cases]
-    return min(rows, key=lambda row: row.usd_per_step, default=None)
+    return best
 
 
 def _levels(machines: Sequence[Machine]) -> Iterator[list[Machine]]:

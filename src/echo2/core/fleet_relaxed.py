@@ -7,6 +7,7 @@ itself (a wider line) is told without that price, which only the user knows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -16,6 +17,9 @@ from echo2.core.fleet_terms import Machine, PlanRow, RunTerms
 
 SAVING_SHARE_MIN: Final = 0.005
 """Savings below this share of a step's price are not told."""
+USED_UP_MAX: Final = 2
+"""Offers of which all are taken, for which it is asked what twice as many would save: those with
+the lowest price per group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +43,20 @@ class _Change:
 def remedies(
     terms: RunTerms, machines: Sequence[Machine], model: CapacityModel, row: PlanRow
 ) -> list[Remedy]:
-    """What would save most, the best first. Of a fleet that is not enough, only what makes it
-    enough, or the step cheaper."""
+    """What would save most, the best first, at the same κ or the next. What makes a fleet enough
+    that is not comes before it."""
     found = []
+    near = range(row.period - 1, row.period + 2)
     for change in _changes(terms, machines, row):
-        other = plan_row(change.terms, change.machines, model, staleness_max=change.staleness_max)
-        if other is None or other.is_enough < row.is_enough:
+        other = plan_row(
+            change.terms,
+            change.machines,
+            model,
+            staleness_max=change.staleness_max,
+            periods=near,
+            below=(1 - SAVING_SHARE_MIN) * row.usd_per_step if row.is_enough else math.inf,
+        )
+        if other is None:
             continue
         saved = row.usd_per_step - other.usd_per_step
         if other.is_enough > row.is_enough:
@@ -89,13 +101,12 @@ def _changes(terms: RunTerms, machines: Sequence[Machine], row: PlanRow) -> Iter
             "an install in half the time",
             [_with_kind(m, install_s=m.kind.install_s / 2) for m in machines],
         )
-    for index, machine in enumerate(machines):
-        if row.counts.get(machine.kind.name, 0) == machine.count:
-            more = [*machines]
-            more[index] = replace(machine, count=2 * machine.count)
-            yield with_machines(
-                f"{2 * machine.count} of {machine.kind.name} instead of {machine.count}", more
-            )
+    used_up = [m for m in machines if row.counts.get(m.kind.name, 0) == m.count]
+    for machine in sorted(used_up, key=lambda m: m.kind.usd_per_group)[:USED_UP_MAX]:
+        yield with_machines(
+            f"{2 * machine.count} of {machine.kind.name} instead of {machine.count}",
+            [replace(m, count=2 * m.count) if m is machine else m for m in machines],
+        )
 
 
 def _with_kind(machine: Machine, **changed: Any) -> Machine:

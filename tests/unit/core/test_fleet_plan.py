@@ -188,3 +188,28 @@ def test_installs_and_lines_are_among_the_remedies() -> None:
     told = found(some_terms(), machine(install_s=40.0), s=2)
     assert "an install in half the time" in told
     assert "a line twice as wide at each machine" in told
+
+
+@pytest.mark.parametrize("model", [PAPER, ECHO2])
+def test_only_a_cheaper_fleet_is_looked_for_below_a_price(model: CapacityModel) -> None:
+    terms, pool = some_terms(weights={"num_bytes": 10**7}), [machine()]
+    row = a_row(terms, *pool, model=model)
+
+    def below(usd: float) -> PlanRow | None:
+        return plan_row(terms, pool, model, staleness_max=3, below=usd)
+
+    assert below(row.usd_per_step) is None
+    found = below(1.001 * row.usd_per_step)
+    assert found is not None
+    assert found.usd_per_step <= row.usd_per_step
+
+
+def test_many_kinds_that_are_alike_are_played_as_one() -> None:
+    """Forty kinds with one machine each come to what forty machines of one kind come to."""
+    terms = some_terms(latency_cv=0.5, weights={"num_bytes": 10**7})
+    kinds = [machine(f"m{i}", count=1) for i in range(40)]
+    apart = a_row(terms, *kinds, s=2, model=ECHO2)
+    together = a_row(terms, machine(count=40), s=2, model=ECHO2)
+    assert sum(apart.counts.values()) == together.counts["m"]
+    assert apart.mu_min == together.mu_min
+    assert apart.usd_per_step == pytest.approx(together.usd_per_step, rel=0.01)
