@@ -8,29 +8,33 @@ the network and what an engine gains while some of its slots are empty. docs/cap
 it, says where it departs from the paper, and shows how near it comes to the coordinator itself.
 
 The same input and seed give the same output. A call plays about GROUPS groups, which takes a few
-hundredths of a second.
+hundredths of a second, and up to ROUNDS_MAX times as many where chance decides more.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from echo2.core.capacity_pool import Pool, WorkerKind
+from echo2.core.capacity_pool import Pool
 from echo2.core.capacity_spread import Weights, fluid_bcast_s
 from echo2.core.capacity_steps import Cause, Counts, Rules, Slots, StepRecursion
 from echo2.core.settings import Late
-from echo2.errors import ConfigError
 
 BUBBLE_MAX = 0.01
 """A learner that waits less than this share of its time does not wait."""
+LATENCY_CV_MAX = 5.0
+"""Largest coefficient of variation of a group's time that is played."""
 GROUPS = 8000
 STEPS_MIN = 16
 """A prediction counts so many groups, but at least so many learner steps."""
 GROUPS_PER_STEP_MAX = 2048
 """Larger batches are played in blocks of groups, each like one group."""
+ROUNDS_MAX = 3
+BUBBLE_ERROR_MAX = 0.005
+"""Where the bubble's standard error is larger, as many are played again, at most ROUNDS_MAX times
+in all."""
 PARTS = 8
 """Of the steps counted, whose means tell the error of the bubble."""
 
@@ -66,7 +70,7 @@ class Workload:
             ("train_s", self.train_s, 1e-6, 1e9),
             ("staleness_max", self.staleness_max, 0, 1000),
             ("period", self.period, 1, self.staleness_max + 1),
-            ("latency_cv", self.latency_cv, 0.0, 5.0),
+            ("latency_cv", self.latency_cv, 0.0, LATENCY_CV_MAX),
             ("lead_steps", self.lead_steps or 0.0, 0.0, 1000.0),
             ("learner_usd_per_h", self.learner_usd_per_h, 0.0, 1e9),
             ("spread", 0.0 if isinstance(self.spread, Weights) else self.spread, 0.0, 1e9),
@@ -104,19 +108,11 @@ class Prediction:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Sufficient:
-    """A pool with which the learner hardly waits, and what it comes to."""
-
-    pool: Pool
-    prediction: Prediction
-
-
 def predict(workload: Workload, pool: Pool, *, seed: int = 0) -> Prediction:
     """What the pool comes to. ValueError for a pool without workers."""
     if not pool.members:
         raise ValueError("a pool without workers delivers nothing; name at least one")
-    counts = _played(workload, pool, seed=seed)
+    counts, error = _played(workload, pool, seed=seed)
     total_s = counts.wait_s + counts.train_s
     bubble = counts.wait_s / total_s
     step_s = workload.train_s / (1.0 - bubble)
@@ -124,7 +120,7 @@ def predict(workload: Workload, pool: Pool, *, seed: int = 0) -> Prediction:
     bottleneck = _bottleneck(counts, bubble)
     return Prediction(
         bubble=bubble,
-        bubble_error=_bubble_error(counts, workload.train_s),
+        bubble_error=error,
         expired_share=counts.expired / (counts.expired + counts.trained),
         staleness_mean=counts.staleness / counts.trained,
         bcast_s=workload.fetch_s(pool) + _install_s(pool),
@@ -135,68 +131,11 @@ def predict(workload: Workload, pool: Pool, *, seed: int = 0) -> Prediction:
     )
 
 
-def smallest_pool(
-    workload: Workload,
-    available: Sequence[WorkerKind],
-    *,
-    bubble_max: float = BUBBLE_MAX,
-    seed: int = 0,
-) -> Sufficient:
-    """The fewest of the cheapest workers with which the bubble is at most `bubble_max`.
-
-    `available` names each worker once for each machine of it; they are taken in ascending order
-    of ρ = c/μ, as in the paper's greedy rule (Eq. 3). Found by bisection, since a larger pool
-    waits less: at most ⌈log₂ n⌉ + 2 predictions. ConfigError when all of them are not enough.
-    """
-    order = sorted(available, key=lambda kind: (kind.usd_per_group, -kind.rate_groups_per_s))
-    if not order:
-        raise ConfigError("no worker is available; name some in the price list")
-
-    def tried(count: int) -> Sufficient:
-        pool = Pool.of(order[:count])
-        return Sufficient(pool, predict(workload, pool, seed=seed))
-
-    low = _num_to_keep_up(order, workload.learner_rate * (1.0 - bubble_max))
-    high = min(len(order), max(low, _num_of_use(order, workload)))
-    best = tried(high)
-    if best.prediction.bubble > bubble_max:
-        raise ConfigError(
-            f"{high} workers that deliver {best.pool.rate_groups_per_s:.4g} groups/s leave the "
-            f"learner a bubble of {best.prediction.bubble:.1%}, above {bubble_max:.1%}: "
-            f"{best.prediction.reason}"
-        )
-    while low < high:
-        middle = (low + high) // 2
-        found = tried(middle)
-        if found.prediction.bubble <= bubble_max:
-            best, high = found, middle
-        else:
-            low = middle + 1
-    return best
-
-
-def mu_min(
-    workload: Workload, kind: WorkerKind, *, bubble_max: float = BUBBLE_MAX, seed: int = 0
-) -> float:
-    """μ_min in groups/s: the rate of the fewest workers of this kind with which the bubble is at
-    most `bubble_max`; inf where no number of them is enough (the groups' tail or the window then
-    keeps the learner waiting, whatever the rate)."""
-    slots_of_use = workload.groups_per_step * (1 + workload.staleness_max)
-    num = max(
-        math.ceil(workload.learner_rate / kind.rate_groups_per_s),
-        math.ceil(slots_of_use / kind.slots),
-    )
-    try:
-        found = smallest_pool(workload, [kind] * num, bubble_max=bubble_max, seed=seed)
-    except ConfigError:
-        return math.inf
-    return found.pool.rate_groups_per_s
-
-
 # ------------------------------------------------------------------------------- helpers
 
 
-def _played(workload: Workload, pool: Pool, *, seed: int) -> Counts:
+def _played(workload: Workload, pool: Pool, *, seed: int) -> tuple[Counts, float]:
+    """What was counted, and the standard error of the bubble."""
     size = workload.staleness_max + 1
     block = math.ceil(workload.groups_per_step / GROUPS_PER_STEP_MAX)
     rules = Rules(
@@ -217,7 +156,15 @@ def _played(workload: Workload, pool: Pool, *, seed: int) -> Counts:
         kinds.append(Slots(min(count, slots), slots, latency_s, kind.install_s, [0] * size))
     warmup = workload.staleness_max + workload.period + 3
     steps = max(STEPS_MIN, GROUPS // rules.groups_per_step)
-    return StepRecursion(rules, kinds, seed=seed).run(warmup=warmup, steps=steps)
+    recursion = StepRecursion(rules, kinds, seed=seed)
+    counts = recursion.run(warmup=warmup, steps=steps)
+    error = _bubble_error(counts, workload.train_s)
+    for _ in range(ROUNDS_MAX - 1):
+        if error <= BUBBLE_ERROR_MAX:
+            break
+        counts = recursion.run(warmup=0, steps=steps)
+        error = _bubble_error(counts, workload.train_s)
+    return counts, error
 
 
 def _install_s(pool: Pool) -> float:
@@ -271,23 +218,3 @@ def _reason(bottleneck: Bottleneck, workload: Workload, pool: Pool, bubble: floa
         f"the window: staleness.max = {workload.staleness_max} lets no more be sampled ahead; "
         "raise it"
     )
-
-
-def _num_to_keep_up(order: Sequence[WorkerKind], rate: float) -> int:
-    """The fewest of the first workers that deliver `rate` groups/s; all, if they do not."""
-    total = 0.0
-    for count, kind in enumerate(order, start=1):
-        total += kind.rate_groups_per_s
-        if total >= rate:
-            return count
-    return len(order)
-
-
-def _num_of_use(order: Sequence[WorkerKind], workload: Workload) -> int:
-    """Workers whose slots hold all that pacing allows: more never get a group."""
-    needed = workload.groups_per_step * (1 + workload.staleness_max)
-    for count, kind in enumerate(order, start=1):
-        needed -= kind.slots
-        if needed <= 0:
-            return count
-    return len(order)

@@ -171,9 +171,9 @@ class StepRecursion:
         self._look_at_pace()
 
     def run(self, *, warmup: int, steps: int) -> Counts:
-        """`steps` learner steps after `warmup` others."""
+        """`steps` learner steps after `warmup` others; counts go on from an earlier run."""
         self._dispatch()
-        heap, end = self._heap, warmup + steps
+        heap, begin, end = self._heap, self.f + warmup, self.f + warmup + steps
         while self.f < end:
             before = self.now
             self.now, what, expiry, mark, began_s = heappop(heap)
@@ -188,7 +188,7 @@ class StepRecursion:
             else:
                 self.kinds[int(mark)].version = expiry
                 self._dispatch()
-            self._counting = self.f >= warmup
+            self._counting = self.f >= begin
         return self.counts
 
     def _cause(self) -> Cause:
