@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Final
 
 from echo2.commands.plan_measured import Measured
@@ -76,12 +77,8 @@ def plan_text(config: Config, plan: Plan) -> list[str]:
     if any(_is_configured(config, row) for row in plan.rows):
         lines.append("* staleness.max of this configuration")
     lines.append("")
-    for row in plan.rows:
-        lines.append(f"S = {row.staleness_max}: {row.bottleneck}")
-        found = plan.remedies.get(row.staleness_max, ())
-        lines += [f"    {remedy_text(remedy)}" for remedy in found[:REMEDIES_SHOWN]]
-        if row.is_enough and not row.is_cheapest:
-            lines.append(f"    not proven the cheapest: {row.proof}")
+    for _, group in groupby(plan.rows, key=lambda row: row.bottleneck):
+        lines += _held_back(plan, list(group))
     best = plan.cheapest
     lines.append("")
     if best is None:
@@ -92,6 +89,19 @@ def plan_text(config: Config, plan: Plan) -> list[str]:
             f"{_machines(best.counts)}, {_usd(best.usd_per_step)} per step."
         )
     return lines
+
+
+def _held_back(plan: Plan, rows: Sequence[PlanRow]) -> Iterator[str]:
+    """What holds back these rows, which is the same of each, and what would save money."""
+    first, last = rows[0].staleness_max, rows[-1].staleness_max
+    yield f"S = {first}{f' to {last}' if last > first else ''}: {rows[0].bottleneck}"
+    for row in rows:
+        at = f"at S = {row.staleness_max}: " if last > first else ""
+        found = plan.remedies.get(row.staleness_max, ())
+        for remedy in found[:REMEDIES_SHOWN]:
+            yield f"    {at}{remedy_text(remedy)}"
+        if row.is_enough and not row.is_cheapest:
+            yield f"    {at}not proven the cheapest: {row.proof}"
 
 
 def remedy_text(remedy: Remedy) -> str:
