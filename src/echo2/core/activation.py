@@ -86,10 +86,6 @@ class OfferSet:
         return self.reaches and self.bound_usd_per_h >= self.usd_per_h
 
     @property
-    def num_machines(self) -> int:
-        return sum(self.counts.values())
-
-    @property
     def gap(self) -> float:
         """Share of the price by which a cheaper set may exist."""
         if not self.usd_per_h:
