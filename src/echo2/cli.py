@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -205,6 +206,36 @@ def check(
     if config is None and not schema:
         raise typer.BadParameter("give a CONFIG, or --schema", param_hint="CONFIG")
     call_command("check", config, run_dir, settings or [], as_json=as_json, schema=schema)
+
+
+class PlanModel(StrEnum):
+    """Names of capacity models (`echo2.commands.plan.MODELS`)."""
+
+    ECHO2 = "echo2"
+    PAPER = "paper"
+
+
+@app.command()
+def plan(
+    config: ConfigArgument,
+    settings: SetOption = None,
+    from_run: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-run",
+            metavar="RUN_DIR",
+            help="Measured there is what the tables plan and offers leave out.",
+        ),
+    ] = None,
+    model: Annotated[
+        PlanModel, typer.Option("--model", help="Whose capacity model.")
+    ] = PlanModel.ECHO2,
+    as_json: JsonOption = False,
+) -> None:
+    """For each S the cheapest machines on offer, their price, and what holds them back."""
+    call_command(
+        "plan", config, settings or [], from_run=from_run, model=model.value, as_json=as_json
+    )
 
 
 @app.command()

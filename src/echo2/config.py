@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from echo2 import config_loading
 from echo2.config_audit import AuditTable
 from echo2.config_loss import LoraTable, LossTable
+from echo2.config_offers import OFFERS_MAX, OfferTable, PlanTable
 from echo2.config_rules import RULES
 from echo2.config_table import (
     NonNegative,
@@ -376,6 +377,8 @@ class Config(Table):
     net: NetTable = NetTable()
     http: HttpTable = HttpTable()
     cost: CostTable = CostTable()
+    plan: PlanTable = PlanTable()
+    offers: list[OfferTable] = Field(default_factory=list, max_length=OFFERS_MAX)
     log: LogTable = LogTable()
 
 

@@ -9,7 +9,6 @@ the rules are arguments.
 from __future__ import annotations
 
 import copy
-import difflib
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,12 +17,13 @@ from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from echo2.config_overrides import Location, apply_overrides
 from echo2.errors import ConfigError
+from echo2.nearest import alternatives, nearest
 from echo2.toml_text import toml_value
 
 M = TypeVar("M", bound=BaseModel)
 M_contra = TypeVar("M_contra", bound=BaseModel, contravariant=True)
-Location = tuple[str, ...]
 
 
 class RuleOf(Protocol[M_contra]):
@@ -64,9 +64,10 @@ def check_model(
         left = copy.deepcopy(dict(tables))
         for detail in error.errors(include_url=False, include_context=False):
             location = schema.known_part(detail["loc"])
-            wrong.add(".".join(location))
+            whole = _without_item(location)
+            wrong.add(".".join(whole))
             found.append(schema.problem(location, detail["type"], detail["msg"], detail["input"]))
-            _leave_out(left, location)
+            _leave_out(left, whole)
         config = model.model_validate(left, strict=True)
     found.extend(rule_problems(config, rules, wrong))
     if found:
@@ -110,30 +111,6 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(_syntax(path, text, str(error))) from None
 
 
-def apply_overrides(tables: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Set "a.b=c" in `tables`; values are TOML, a bare word is text. Returns the problems."""
-    problems = []
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        try:
-            if not equals:
-                raise ValueError('the form is --set TABLE.KEY=VALUE, e.g. "learner.steps=20"')
-            _set(tables, _keys(key), _override_value(text.strip()))
-        except ValueError as error:
-            problems.append(f"--set {override}: {error}")
-    return problems
-
-
-def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
-    return found[0] if found else None
-
-
-def alternatives(values: Sequence[str]) -> str:
-    """`a, b or c`."""
-    return " or ".join([", ".join(values[:-1]), values[-1]] if len(values) > 1 else values)
-
-
 def _missing(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
@@ -161,48 +138,6 @@ def _syntax(path: Path, text: str, said: str) -> str:
     return f"{path}, line {line}, column {column}: not TOML: {what}; the line reads: {shown[:120]}"
 
 
-def _keys(text: str) -> Location:
-    try:
-        if not text.isprintable():
-            raise ValueError
-        table = tomllib.loads(f"{text.strip()} = 0")
-    except ValueError:
-        raise ValueError(f'"{text.strip()}" is no key; the form is TABLE.KEY=VALUE') from None
-    keys: list[str] = []
-    inner: Any = table
-    while isinstance(inner, dict) and len(inner) == 1:
-        ((key, inner),) = inner.items()
-        keys.append(key)
-    if inner != 0:
-        raise ValueError(f'"{text.strip()}" is no single key; the form is TABLE.KEY=VALUE')
-    return tuple(keys)
-
-
-def _override_value(text: str) -> Any:
-    try:
-        table = tomllib.loads(f"value = {text}")
-        if table.keys() == {"value"}:
-            return table["value"]
-    except tomllib.TOMLDecodeError as error:
-        if text.startswith(('"', "'", "[", "{")):
-            raise ValueError(
-                f"{text} is not a TOML value: {error}; close what it opens, or leave that out"
-            ) from None
-    if not text.isprintable():
-        raise ValueError("text of an override must be printable; put it into the file")
-    return text
-
-
-def _set(tables: dict[str, Any], keys: Location, value: Any) -> None:
-    inner = tables
-    for depth, key in enumerate(keys[:-1], 1):
-        inner = inner.setdefault(key, {})
-        if not isinstance(inner, dict):
-            value_key = ".".join(keys[:depth])
-            raise ValueError(f"{value_key} is a value and has no keys of its own; set {value_key}")
-    inner[keys[-1]] = value
-
-
 def _leave_out(tables: dict[str, Any], location: Location) -> None:
     inner: Any = tables
     for key in location[:-1]:
@@ -211,8 +146,19 @@ def _leave_out(tables: dict[str, Any], location: Location) -> None:
         inner.pop(location[-1], None)
 
 
+def _without_item(location: Location) -> Location:
+    """Up to the setting that holds it: to the array, for one of its items."""
+    for depth, key in enumerate(location):
+        if key.endswith("]"):
+            return (*location[:depth], key.partition("[")[0])
+    return location
+
+
 class _Schema:
-    """What a model knows and allows, read from its JSON schema."""
+    """What a model knows and allows, read from its JSON schema.
+
+    An item of an array of tables is a part of a location as "offers[0]".
+    """
 
     def __init__(self, model: type[BaseModel]) -> None:
         self._root = model.model_json_schema()
@@ -220,12 +166,19 @@ class _Schema:
     def known_part(self, location: Sequence[int | str]) -> Location:
         """`location` up to the first key that is unknown, or to the setting that holds it."""
         known: list[str] = []
-        properties: Mapping[str, Any] | None = self._properties(self._root)
+        schema: Mapping[str, Any] | None = self._root
         for key in location:
-            if properties is None or not isinstance(key, str):
+            if isinstance(key, int):
+                schema = self._item(schema or {})
+                if schema is None:
+                    break
+                known[-1] += f"[{key}]"
+                continue
+            properties = self._properties(schema or {})
+            if properties is None:
                 break
             known.append(key)
-            properties = self._properties(properties[key]) if key in properties else None
+            schema = properties.get(key)
         return tuple(known)
 
     def problem(self, location: Location, kind: str, said: str, given: Any) -> str:
@@ -234,10 +187,20 @@ class _Schema:
         key = ".".join(location)
         schema = self._at(location)
         properties = self._properties(schema)
+        if kind == "missing":
+            *path, leaf = location
+            lacks = f"{'.'.join(path)} lacks {leaf}"
+            return f"{lacks}: give {_allowed(schema)}"
         if properties is not None:
             return (
-                f"{key} = {_shown(given)}: this is a table; write it as [{key}] with keys "
+                f"{key} = {_shown(given)}: this is a table; write it as {_header(key)} with keys "
                 f"{alternatives(list(properties))}"
+            )
+        item = self._item(schema)
+        if item is not None and not isinstance(given, list):
+            return (
+                f"{key} = {_shown(given)}: these are tables; begin each with [[{key}]], its keys "
+                f"are {alternatives(list(self._properties(item) or {}))}"
             )
         allowed, suggestion = _allowed(schema), _suggestion(schema, given)
         told = f"allowed is {allowed}" if allowed else said
@@ -251,7 +214,7 @@ class _Schema:
         near = self._nearest(table, leaf, known)
         hint = f"; did you mean {near}?" if near else ""
         what = "table" if isinstance(given, Mapping) else "setting"
-        where = f"[{table}] knows" if table else "tables are"
+        where = f"{_header(table)} knows" if table else "tables are"
         return (
             f"{'.'.join(location)} = {_shown(given)}: no such {what}{hint} "
             f"({where} {', '.join(known)})"
@@ -284,8 +247,16 @@ class _Schema:
     def _at(self, location: Location) -> Mapping[str, Any]:
         schema: Mapping[str, Any] = self._root
         for key in location:
-            schema = (self._properties(schema) or {})[key]
+            name, bracket, _ = key.partition("[")
+            schema = (self._properties(schema) or {})[name]
+            if bracket:
+                schema = self._item(schema) or {}
         return schema
+
+    def _item(self, schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """The table that each item of an array is; None for anything else."""
+        item = schema.get("items")
+        return item if item is not None and self._properties(item) is not None else None
 
     def _properties(self, schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Keys of a table of the model; None for a value (a free table is a value too)."""
@@ -293,6 +264,12 @@ class _Schema:
         if reference is not None:
             schema = self._root["$defs"][reference.rpartition("/")[2]]
         return schema.get("properties")
+
+
+def _header(table: str) -> str:
+    """As TOML writes it above the keys of a table."""
+    name, bracket, _ = table.partition("[")
+    return f"[[{name}]]" if bracket else f"[{table}]"
 
 
 def _shown(value: Any) -> str:

@@ -165,3 +165,71 @@ def _(bench: Bench) -> Told:
     lines = ("[audit]", "share = 0.1", 'workers = ["w-1"]')
     config = bench.config(*lines, "[environment]", 'name = "verifiers:gsm8k"')
     return bench.command("check", config)
+
+
+_OFFER = ("[[offers]]", 'name = "rtx-5090"', "groups_per_s = 0.2")
+
+
+@case("an offer with a key that is nearly one")
+def _(bench: Bench) -> Told:
+    path = bench.config(*_OFFER, "price_usd_per_h = 0.35", "uplink_mbits = 100")
+    return bench.command("check", path)
+
+
+@case("an offer without its price")
+def _(bench: Bench) -> Told:
+    return bench.command("check", bench.config(*_OFFER))
+
+
+@case("offers in single brackets")
+def _(bench: Bench) -> Told:
+    return bench.command("check", bench.config("[offers]", "count = 2"))
+
+
+@case("two offers of one name")
+def _(bench: Bench) -> Told:
+    offer = (*_OFFER, "price_usd_per_h = 0.35")
+    return bench.command("check", bench.config(*offer, *offer))
+
+
+@case("an offer with two rates")
+def _(bench: Bench) -> Told:
+    path = bench.config(*_OFFER, "price_usd_per_h = 0.35", "tokens_per_s = 5000")
+    return bench.command("check", path)
+
+
+@case("--set of an offer that is not there")
+def _(bench: Bench) -> Told:
+    path = bench.config(*_OFFER, "price_usd_per_h = 0.35")
+    return bench.command("check", path, "--set", "offers.rtx5090.count=3")
+
+
+@case("a plan without assumptions")
+def _(bench: Bench) -> Told:
+    return bench.command("plan", bench.config("[plan]", "train_s = 30"))
+
+
+@case("a plan from a run that has not measured all")
+def _(bench: Bench) -> Told:
+    bench.run_dir.mkdir()
+    (bench.run_dir / "config.resolved.toml").touch()
+    (bench.run_dir / "metrics.jsonl").write_text('{"step": 1, "train_s": 2.5}\n')
+    return bench.command("plan", bench.config(), "--from-run", bench.run_dir)
+
+
+@case("a plan from a folder that is no run")
+def _(bench: Bench) -> Told:
+    bench.run_dir.mkdir()
+    return bench.command("plan", bench.config(), "--from-run", bench.run_dir)
+
+
+@case("a plan from a run that trained no step")
+def _(bench: Bench) -> Told:
+    bench.run_dir.mkdir()
+    (bench.run_dir / "config.resolved.toml").touch()
+    return bench.command("plan", bench.config(), "--from-run", bench.run_dir)
+
+
+@case("a plan over no S")
+def _(bench: Bench) -> Told:
+    return bench.command("plan", bench.config("[plan]", "staleness_min = 7"))

@@ -17,7 +17,7 @@ from .command_line import Echo2
 
 COMMANDS = [
     *("run", "coordinator", "learner", "worker", "origin"),
-    *("check", "status", "verify", "rollouts", "simulate", "setup"),
+    *("check", "plan", "status", "verify", "rollouts", "simulate", "setup"),
 ]
 
 

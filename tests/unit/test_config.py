@@ -23,7 +23,7 @@ from echo2.errors import ConfigError
 from echo2.toml_text import toml_document
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
 
 
 def problems_of(tables: dict[str, Any]) -> list[str]:
@@ -302,6 +302,59 @@ def test_a_wrong_override_is_a_problem_like_any_other(
     assert any(problem.startswith("log.format") for problem in caught.value.problems)
 
 
+AN_OFFER = {"name": "a", "price_usd_per_h": 0.3, "groups_per_s": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("offers", "said"),
+    [
+        ([AN_OFFER, {**AN_OFFER, "names": 1}], "offers[1].names = 1: no such setting; did you"),
+        ([{"groups_per_sec": 1.0, **AN_OFFER}], "did you mean offers[0].groups_per_s? ([[offers"),
+        ([{**AN_OFFER, "count": 0}], "offers[0].count = 0: allowed is an integer from 1 to"),
+        ([{"name": "a", "groups_per_s": 1.0}], "offers[0] lacks price_usd_per_h: give a number"),
+        ([3], "offers[0] = 3: this is a table; write it as [[offers]] with keys name, price_"),
+        (AN_OFFER, "these are tables; begin each with [[offers]], its keys are name, price_usd"),
+        ([AN_OFFER, AN_OFFER], 'offers: 2 offers are called "a"; give each kind of machine its'),
+        ([{**AN_OFFER, "tokens_per_s": 9}], 'offers: "a" has both of groups_per_s and tokens_'),
+        ([{"name": "a", "price_usd_per_h": 1}], 'offers: "a" has neither of groups_per_s and'),
+    ],
+)
+def test_a_wrong_offer_is_told_with_its_place(offers: Any, said: str) -> None:
+    (only,) = problems_of({"offers": offers})
+    assert said in only
+
+
+def test_all_wrong_offers_are_told_at_once_beside_other_problems() -> None:
+    told = problems_of(
+        {
+            "offers": [{**AN_OFFER, "count": -1}, {**AN_OFFER, "slots": "two"}],
+            "plan": {"staleness_min": 9},
+        }
+    )
+    assert [text.split(" =")[0].split(":")[0] for text in told] == [
+        "offers[0].count",
+        "offers[1].slots",
+        "plan.staleness_min",
+    ]
+
+
+def test_an_override_names_an_offer_by_its_name(tmp_path: Path) -> None:
+    text = toml_document({"offers": [AN_OFFER, {**AN_OFFER, "name": "b"}]})
+    assert text.startswith('[[offers]]\nname = "a"\n')
+    path = a_file(tmp_path, text)
+    config = load_config(path, ["offers.b.count=7", "plan.train_s=4"])
+    assert [offer.count for offer in config.offers] == [1, 7]
+    assert config.plan.train_s == 4
+    assert config_from_mapping(tomllib.loads(config_to_toml(config))) == config
+    for override, said in (
+        ("offers.c.count=7", 'no table of offers is called "c" (known: a, b)'),
+        ("offers.count=7", "offers is an array of tables; say which by its name, as in"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_config(path, [override])
+        assert said in str(caught.value)
+
+
 def test_the_defaults_are_valid_and_written_out_they_are_the_same() -> None:
     assert config_problems(Config()) == []
     assert config_from_mapping(tomllib.loads(config_to_toml(Config()))) == Config()
@@ -346,7 +399,8 @@ def test_every_shipped_file_is_valid_names_its_schema_and_survives_being_resolve
     path: Path,
 ) -> None:
     config = load_config(path)
-    assert path.read_text(encoding="utf-8").startswith("#:schema ./echo2.schema.json\n")
+    schema = "../echo2.schema.json" if path.parent.name == "examples" else "./echo2.schema.json"
+    assert path.read_text(encoding="utf-8").startswith(f"#:schema {schema}\n")
     assert config_from_mapping(tomllib.loads(config_to_toml(config))) == config
 
 

@@ -67,6 +67,7 @@ def facts(config: Config, folder: Path) -> list[Fact]:
         *_audit(config),
         *_network(config, folder),
         *_money(config),
+        *_offers(config),
         Fact("run_folder", str(folder), str(folder)),
     ]
 
@@ -261,3 +262,17 @@ def _money(c: Config) -> list[Fact]:
         if per_hour:
             text += f", after {c.cost.budget_usd / per_hour:.1f} hours of these"
     return [Fact("usd_per_h", per_hour, text)]
+
+
+def _offers(c: Config) -> list[Fact]:
+    if not c.offers:
+        return []
+    machines = sum(offer.count for offer in c.offers)
+    return [
+        Fact(
+            "offers",
+            {offer.name: offer.count for offer in c.offers},
+            f"{machines} machine(s) of {len(c.offers)} kind(s) on offer; echo2 plan says which to "
+            "have",
+        )
+    ]

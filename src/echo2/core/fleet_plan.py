@@ -1,0 +1,105 @@
+"""For each S, the cheapest machines on offer with which the learner hardly waits.
+
+    machines with downlink >= d, or with latency <= l --model--> cheapest set that is enough
+    of all such levels and all periods κ: the one with the cheapest step
+
+Who takes part decides about T_bcast, since one slow downlink holds up all, and about how long a
+batch waits for its slowest group. So the slowest of each kind are left out one level after the
+other. Uplinks are not chosen by: where they are scarce, a set with fewer but wider ones may be
+cheaper, and is found only if a level leads to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Final, Protocol
+
+from echo2.core.fleet_case import FleetCase
+from echo2.core.fleet_terms import Machine, PlanRow, RunTerms
+
+LEVELS_MAX: Final = 4
+"""Downlinks, and latencies, that are looked at as the slowest, evenly chosen among those there."""
+
+
+class CapacityModel(Protocol):
+    """Which sets of machines are enough, and how long a step takes with one."""
+
+    @property
+    def name(self) -> str: ...
+
+    def periods(self, staleness_max: int) -> Sequence[int]:
+        """The κ to look at for this S."""
+
+    def enough(self, case: FleetCase, allowed: Sequence[Machine], below: float) -> PlanRow | None:
+        """The cheapest set of `allowed` with which the learner hardly waits; None: none was found,
+        or none whose step may be cheaper than `below` dollars."""
+
+    def too_few(self, case: FleetCase) -> PlanRow:
+        """What comes of a case in which no set is enough."""
+
+
+def fleet_plan(
+    terms: RunTerms, machines: Sequence[Machine], model: CapacityModel, staleness: range
+) -> list[PlanRow]:
+    """A row for each S that the model has a period for. `machines` has at least one."""
+    rows = (plan_row(terms, machines, model, staleness_max=s) for s in staleness)
+    return [row for row in rows if row is not None]
+
+
+def plan_row(
+    terms: RunTerms,
+    machines: Sequence[Machine],
+    model: CapacityModel,
+    *,
+    staleness_max: int,
+    periods: Sequence[int] | None = None,
+    below: float = math.inf,
+) -> PlanRow | None:
+    """The cheapest fleet for S, with one of `periods` (None: any that the model names), if its
+    step is cheaper than `below` dollars. None when there is none; without `below`, only when the
+    model has no period for S."""
+    found = [k for k in model.periods(staleness_max) if periods is None or k in periods]
+    cases = [FleetCase(terms, machines, staleness_max, k) for k in found]
+    best = _cheapest_enough(cases, model, below)
+    if best is not None or below < math.inf:
+        return best
+    rows = [model.too_few(case) for case in cases]
+    return min(rows, key=lambda row: row.usd_per_step, default=None)
+
+
+def _cheapest_enough(
+    cases: Sequence[FleetCase], model: CapacityModel, below: float
+) -> PlanRow | None:
+    best: PlanRow | None = None
+    for case in cases:
+        needs_least = False
+        for allowed in _levels(case.machines):
+            row = model.enough(case, allowed, below)
+            if row is not None and row.usd_per_step < below:
+                best, below = row, row.usd_per_step
+            if row is not None and row.mu_min <= case.bare_rate:
+                needs_least = True
+                break  # fewer machines to choose from ask for no lower rate
+        if needs_least and not case.has_egress:
+            break  # nor does a longer period, which then saves no money
+    return best
+
+
+def _levels(machines: Sequence[Machine]) -> Iterator[list[Machine]]:
+    """All machines; those with at least some downlink, the widest alone last; those whose groups
+    take at most so long, the quickest alone last."""
+    yield list(machines)
+    for least in _spaced(sorted({machine.kind.down_mbit for machine in machines})):
+        yield [machine for machine in machines if machine.kind.down_mbit >= least]
+    latencies = sorted({machine.kind.latency_s for machine in machines}, reverse=True)
+    for most_s in _spaced(latencies):
+        yield [machine for machine in machines if machine.kind.latency_s <= most_s]
+
+
+def _spaced(values: list[float]) -> list[float]:
+    """All but the first, or LEVELS_MAX of them, evenly chosen."""
+    if len(values) <= LEVELS_MAX:
+        return values[1:]
+    step = (len(values) - 1) / LEVELS_MAX
+    return [values[round(step * (i + 1))] for i in range(LEVELS_MAX)]
