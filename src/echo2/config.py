@@ -16,6 +16,7 @@ from echo2 import config_loading
 from echo2.config_audit import AuditTable
 from echo2.config_loss import LoraTable, LossTable
 from echo2.config_rules import RULES
+from echo2.config_simulation import SimulationTable
 from echo2.config_table import (
     NonNegative,
     NonNegativeSeconds,
@@ -376,6 +377,7 @@ class Config(Table):
     net: NetTable = NetTable()
     http: HttpTable = HttpTable()
     cost: CostTable = CostTable()
+    simulation: SimulationTable = SimulationTable()
     log: LogTable = LogTable()
 
 

@@ -64,7 +64,7 @@ def check_model(
         left = copy.deepcopy(dict(tables))
         for detail in error.errors(include_url=False, include_context=False):
             location = schema.known_part(detail["loc"])
-            wrong.add(".".join(location))
+            wrong.add(".".join(_before_index(location)))
             found.append(schema.problem(location, detail["type"], detail["msg"], detail["input"]))
             _leave_out(left, location)
         config = model.model_validate(left, strict=True)
@@ -206,9 +206,24 @@ def _set(tables: dict[str, Any], keys: Location, value: Any) -> None:
 def _leave_out(tables: dict[str, Any], location: Location) -> None:
     inner: Any = tables
     for key in location[:-1]:
-        inner = inner.get(key) if isinstance(inner, dict) else None
+        if isinstance(inner, list):
+            inner = inner[int(key)]
+        else:
+            inner = inner.get(key) if isinstance(inner, dict) else None
     if isinstance(inner, dict):
         inner.pop(location[-1], None)
+    elif isinstance(inner, list):  # it is to be a table: its defaults stand in
+        inner[int(location[-1])] = {}
+
+
+def _before_index(location: Location) -> Location:
+    """Up to the list, of a setting within one: rules read lists as a whole."""
+    return next((location[:i] for i, key in enumerate(location) if key.isdigit()), location)
+
+
+def _key(location: Sequence[str]) -> str:
+    """`a.b[0].c`"""
+    return "".join(f"[{key}]" if key.isdigit() else f".{key}" for key in location)[1:]
 
 
 class _Schema:
@@ -218,26 +233,33 @@ class _Schema:
         self._root = model.model_json_schema()
 
     def known_part(self, location: Sequence[int | str]) -> Location:
-        """`location` up to the first key that is unknown, or to the setting that holds it."""
+        """`location` up to the first key that is unknown, or to the setting that holds it. A
+        place in a list of tables is its number."""
         known: list[str] = []
-        properties: Mapping[str, Any] | None = self._properties(self._root)
+        schema: Mapping[str, Any] | None = self._root
         for key in location:
-            if properties is None or not isinstance(key, str):
+            inner = self._tables_of(schema) if isinstance(key, int) else self._properties(schema)
+            if inner is None:
                 break
-            known.append(key)
-            properties = self._properties(properties[key]) if key in properties else None
+            known.append(str(key))
+            schema = inner if isinstance(key, int) else inner.get(key)
         return tuple(known)
 
     def problem(self, location: Location, kind: str, said: str, given: Any) -> str:
         if kind == "extra_forbidden":
             return self._unknown(location, given)
-        key = ".".join(location)
+        key = _key(location)
         schema = self._at(location)
         properties = self._properties(schema)
+        if properties is None and (tables := self._tables_of(schema)) is not None:
+            # A list of tables; or one of them, which is told under its list.
+            properties, key = self._properties(tables), f"[{key}]"
+        elif location[-1].isdigit():
+            key = f"[{_key(_before_index(location))}]"
         if properties is not None:
             return (
-                f"{key} = {_shown(given)}: this is a table; write it as [{key}] with keys "
-                f"{alternatives(list(properties))}"
+                f"{_key(location)} = {_shown(given)}: this is a table; write it as [{key}] with "
+                f"keys {alternatives(list(properties))}"
             )
         allowed, suggestion = _allowed(schema), _suggestion(schema, given)
         told = f"allowed is {allowed}" if allowed else said
@@ -246,14 +268,14 @@ class _Schema:
 
     def _unknown(self, location: Location, given: Any) -> str:
         *path, leaf = location
-        table = ".".join(path)
+        table = _key(path)
         known = self._properties(self._at(tuple(path))) or {}
         near = self._nearest(table, leaf, known)
         hint = f"; did you mean {near}?" if near else ""
         what = "table" if isinstance(given, Mapping) else "setting"
         where = f"[{table}] knows" if table else "tables are"
         return (
-            f"{'.'.join(location)} = {_shown(given)}: no such {what}{hint} "
+            f"{_key(location)} = {_shown(given)}: no such {what}{hint} "
             f"({where} {', '.join(known)})"
         )
 
@@ -284,15 +306,21 @@ class _Schema:
     def _at(self, location: Location) -> Mapping[str, Any]:
         schema: Mapping[str, Any] = self._root
         for key in location:
-            schema = (self._properties(schema) or {})[key]
+            schema = self._tables_of(schema) or (self._properties(schema) or {})[key]
         return schema
 
-    def _properties(self, schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def _properties(self, schema: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
         """Keys of a table of the model; None for a value (a free table is a value too)."""
+        schema = schema or {}
         reference = schema.get("$ref")
         if reference is not None:
             schema = self._root["$defs"][reference.rpartition("/")[2]]
         return schema.get("properties")
+
+    def _tables_of(self, schema: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """What each table of a list of tables is; None for everything else."""
+        items: Mapping[str, Any] | None = (schema or {}).get("items")
+        return items if self._properties(items) is not None else None
 
 
 def _shown(value: Any) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from echo2.config_audit import audit_problem
+from echo2.config_simulation import simulation_problem
 from echo2.config_vllm import engine_args_problem, stop_problem
 from echo2.messages import GROUP_FRAME_MAX_BYTES
 from echo2.types import TOKENS_MAX
@@ -367,5 +368,6 @@ RULES: Final = (
         stop_problem,
     ),
     Rule("audit.share", ("audit.share", "audit.workers", "environment.name"), audit_problem),
+    Rule("simulation.workers", ("simulation.workers",), simulation_problem),
     Rule("dispatch.stall_s", ("dispatch.stall_s", "heartbeat.interval_s"), _stall),
 )
