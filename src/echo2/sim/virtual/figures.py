@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from echo2.types import Version
+
 
 @dataclass(slots=True)
 class Figures:
@@ -25,7 +27,7 @@ class Figures:
     ends: Counter[str] = field(default_factory=Counter)
     staleness: Counter[int] = field(default_factory=Counter)
     leases_lost: int = 0
-    t_bcast_s: list[float] = field(default_factory=list)
+    t_bcast_s: dict[Version, float] = field(default_factory=dict)
     worker_s: dict[str, float] = field(default_factory=dict)
     worker_usd: dict[str, float] = field(default_factory=dict)
     num_events: int = 0
@@ -41,9 +43,6 @@ class Figures:
                     self.tokens_trained += fields["tokens"]
             case "lease_revoked" | "lease_failed":
                 self.leases_lost += 1
-            case "version_disseminated":
-                if fields["t90_s"] is not None:
-                    self.t_bcast_s.append(fields["t90_s"])
             case "worker_joined":
                 self._here[fields["worker"]] = now
             case "worker_gone":
@@ -88,7 +87,7 @@ class Figures:
     def to_json(self) -> dict[str, Any]:
         """The same for the same configuration and seed."""
         hours = self.virtual_s / 3600.0
-        t_bcast = sorted(self.t_bcast_s)
+        t_bcast = sorted(self.t_bcast_s.values())
         return {
             "finished": self.finished,
             "reason": self.reason,

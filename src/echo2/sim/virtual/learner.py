@@ -337,6 +337,8 @@ class VirtualLearner:
             "reward_mean": rewards / count,
             "staleness_mean": sum(staleness) / len(staleness) if staleness else 0.0,
             "staleness_max": max(staleness, default=0),
+            "logprob_diff_mean": None,
+            "logprob_diff_tokens": 0,
             "tokens": tokens,
             "tokens_per_s": tokens / busy_s if busy_s > 0 else 0.0,
             "train_s": self._step_train_s,

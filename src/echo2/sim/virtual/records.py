@@ -11,14 +11,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Any, TextIO
 
 from echo2.config import Config, config_to_toml
 from echo2.folder_errors import folder_errors
 from echo2.ledger.events_log import EventsLog
+from echo2.verify.records import SIMULATION_FILE
 from echo2.weights.files import write_whole
-
-SIMULATION_FILE: Final = "simulation.json"
 
 
 class Records:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 from echo2.config_simulation import SimulatedWorkersTable
 from echo2.core import worker_events
+from echo2.core.broadcast import METRIC_QUANTILE
 from echo2.core.coordinator import CoordinatorState
 from echo2.core.dissemination import DEFAULT_DOWN_MBIT, DEFAULT_UP_MBIT, Host
 from echo2.core.effects import (
@@ -38,7 +39,7 @@ from echo2.sim.virtual.records import Records
 from echo2.sim.virtual.transfers import Transfers
 from echo2.sim.virtual.unframed import unframed
 from echo2.sim.virtual.worker import VirtualWorker
-from echo2.types import PeerId
+from echo2.types import PeerId, Version
 
 LEARNER: Final = PeerId("learner")
 LEDGER_S: Final = 0.01
@@ -224,6 +225,8 @@ class VirtualRun:
             if isinstance(effect, Emit):
                 told = True
                 self.figures.observe(effect.event, effect.fields, self.timeline.now)
+                if effect.event == "version_installed":
+                    self._measure_broadcast(effect.fields)
                 if self._records is not None:
                     self._records.event(effect.event, effect.fields)
         if told and self._records is not None:
@@ -232,6 +235,16 @@ class VirtualRun:
             self._carry_out(effect, echoes)
         if self._watch is not None:
             self._watch(event, effects, self.core.state)
+
+    def _measure_broadcast(self, fields: dict[str, Any]) -> None:
+        """T_bcast is the core's own measurement; one that a newer version overtakes has it too."""
+        version = Version(fields["incarnation"], fields["step"])
+        known = self.figures.t_bcast_s
+        found = self.core.state.broadcasts.broadcasts.get(version)
+        if found is not None and version not in known:
+            seconds = found.t_bcast_s(METRIC_QUANTILE)
+            if seconds is not None:
+                known[version] = seconds
 
     def _carry_out(self, effect: Effect, echoes: list[Message] | None) -> None:
         match effect:
