@@ -275,8 +275,7 @@ class _Schema:
         what = "table" if isinstance(given, Mapping) else "setting"
         where = f"[{table}] knows" if table else "tables are"
         return (
-            f"{_key(location)} = {_shown(given)}: no such {what}{hint} "
-            f"({where} {', '.join(known)})"
+            f"{_key(location)} = {_shown(given)}: no such {what}{hint} ({where} {', '.join(known)})"
         )
 
     def _nearest(self, table: str, leaf: str, known: Iterable[str]) -> str | None:

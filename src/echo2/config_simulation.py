@@ -96,4 +96,3 @@ def simulation_problem(c: Config) -> str | None:
     if total > WORKERS_MAX:
         return f"{total} workers in all; a coordinator takes {WORKERS_MAX}; lower their counts"
     return None
-

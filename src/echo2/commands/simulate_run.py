@@ -39,7 +39,9 @@ def main(
         if run_dir is not None:
             folder = RunFolder(run_dir)
             if folder.is_used():
-                raise Echo2Error(f"{run_dir} holds a run already: give another --run-dir")
+                raise Echo2Error(
+                    f"{run_dir} holds a run already: give another --run-dir, or remove it"
+                )
             folder.make()
             clock = run.timeline
             records = stack.enter_context(Records(folder.path, config, clock=lambda: clock.now))
@@ -62,7 +64,9 @@ def plan_of(
     problems = []
     if not table.workers:
         problems.append(
-            "simulation.workers is empty: there is no fleet to simulate; add [[simulation.workers]]"
+            "simulation.workers is empty: there is no fleet to simulate; add "
+            "[[simulation.workers]] with name, count, tokens_per_s and slots, as "
+            "configs/simulate_100.toml does"
         )
     if config.audit.share:
         problems.append(
@@ -89,6 +93,7 @@ def plan_of(
 def text_of(figures: Figures, plan: RunPlan, seconds: float) -> str:
     """The summary for people."""
     found = figures.to_json()
+    mean = _number(figures.staleness_mean)
     lines = [
         f"simulated {found['virtual_hours']:.2f} h in {seconds:.1f} s: "
         f"{figures.num_events} events, seed {plan.seed}",
@@ -96,7 +101,7 @@ def text_of(figures: Figures, plan: RunPlan, seconds: float) -> str:
         f"steps      {figures.steps}, {found['steps_per_h']:.1f} an hour",
         f"cost       ${figures.cost_usd:.2f}, {_usd(figures.cost_per_step_usd)} a step",
         f"bubble     {_percent(figures.bubble_ratio)} of the learner's time",
-        f"staleness  {_histogram(found['staleness'])}; mean {_number(figures.staleness_mean)} steps",
+        f"staleness  {_histogram(found['staleness'])}; mean {mean} steps",
         f"groups     {_counts(found['groups'])}; {_percent(figures.expired_share)} expired; "
         f"{figures.leases_lost} leases lost",
         f"rate       {found['tokens_per_s']:.0f} tokens/s trained",

@@ -182,17 +182,13 @@ class VirtualLearner:
         self.train_s += seconds
         self._step_train_s = seconds
         self._carry_out(
-            self._client.complete(
-                self.step, train_s=seconds, wait_s=self._step_wait_s, mismatch=()
-            )
+            self._client.complete(self.step, train_s=seconds, wait_s=self._step_wait_s, mismatch=())
         )
 
     def _step_durable(self, step: int) -> None:
         assert self._granted is not None
         self.step = step
-        self._is_last = (
-            self._granted.last or step >= self._plan.steps or self._time_is_up
-        )
+        self._is_last = self._granted.last or step >= self._plan.steps or self._time_is_up
         last = self._published
         due = last is None or step - last.step >= self._plan.settings.period
         self._step_publish_s = 0.0
@@ -276,8 +272,10 @@ class VirtualLearner:
             self._start_eval(then=self._recorded)
             return
         last = self._last_eval_step
-        if every and published.step == self.step and (
-            last is None or self.step // every > last // every
+        if (
+            every
+            and published.step == self.step
+            and (last is None or self.step // every > last // every)
         ):
             self._start_eval(then=None)
         self._recorded()

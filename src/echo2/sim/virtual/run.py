@@ -285,5 +285,3 @@ def _batch_group(effect: DeliverGroup) -> BatchGroup:
         logprobs=b"",
         loss_mask=b"",
     )
-
-

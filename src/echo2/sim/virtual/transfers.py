@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from echo2.core.dissemination import Host, megabits
+from echo2.core.dissemination import Host
 from echo2.core.dissemination_graph import PackedTree, RelayGraph
+from echo2.core.dissemination_hosts import megabits
 from echo2.core.dissemination_prediction import predict_arrivals_s, uplink_loads_s
 from echo2.core.relay_rates import ORIGIN
 from echo2.core.worker_events import Fetch

@@ -134,9 +134,7 @@ class VirtualWorker:
     def _tick(self) -> None:
         if self.alive:
             tokens = self._engine.lease_tokens()
-            self.post(
-                events.Tick(lease_tokens=tokens, tokens_per_s=self._engine.tokens_per_s)
-            )
+            self.post(events.Tick(lease_tokens=tokens, tokens_per_s=self._engine.tokens_per_s))
 
     def _tell_progress(self) -> None:
         """What the relay would have told by now: a newer version supersedes a young fetch."""
