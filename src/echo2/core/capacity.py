@@ -1,0 +1,293 @@
+"""How many workers the learner needs, and what a pool will come to: echo2's capacity model.
+
+The paper's rule (`core/capacity_paper.py`) takes nothing that is sampled during a broadcast for
+usable. In echo2 workers sample on with what they have, as far ahead as pacing and lead allow; a
+group takes its time in a slot, and some take long. `predict` plays the learner's steps with those
+rules (`core/capacity_steps.py`) and counts. It leaves out failures, evals, audits, the delays of
+the network and what an engine gains while some of its slots are empty. docs/capacity.md derives
+it, says where it departs from the paper, and shows how near it comes to the coordinator itself.
+
+The same input and seed give the same output. A call plays about GROUPS groups, which takes a few
+hundredths of a second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from echo2.core.capacity_pool import Pool, WorkerKind
+from echo2.core.capacity_spread import Weights, fluid_bcast_s
+from echo2.core.capacity_steps import Cause, Counts, Rules, Slots, StepRecursion
+from echo2.core.settings import Late
+from echo2.errors import ConfigError
+
+BUBBLE_MAX = 0.01
+"""A learner that waits less than this share of its time does not wait."""
+GROUPS = 8000
+STEPS_MIN = 16
+"""A prediction counts so many groups, but at least so many learner steps."""
+GROUPS_PER_STEP_MAX = 2048
+"""Larger batches are played in blocks of groups, each like one group."""
+PARTS = 8
+"""Of the steps counted, whose means tell the error of the bubble."""
+
+Bottleneck = Literal["learner"] | Cause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What the learner does, and what it allows.
+
+    R `groups_per_step` groups a learner step; T_train `train_s` seconds of a step without waiting;
+    S `staleness_max` steps; κ `period` steps, at most S + 1; `late` as in the configuration.
+    `latency_cv`: coefficient of variation of a group's time in a slot (0.3: alike; 1: a long
+    tail). `lead_steps`: dispatch.lead_steps, None for the default. `spread`: how versions travel,
+    for the fluid bound of whatever pool; or what was measured, in seconds from the publication
+    until the bytes are there. `learner_usd_per_h`: $ per hour of learner and coordinator.
+    ValueError when a value is out of its range.
+    """
+
+    groups_per_step: int
+    train_s: float
+    staleness_max: int
+    period: int = 1
+    late: Late = "wait"
+    latency_cv: float = 0.5
+    lead_steps: float | None = None
+    spread: Weights | float = 0.0
+    learner_usd_per_h: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field, value, least, most in (
+            ("groups_per_step", self.groups_per_step, 1, 1 << 20),
+            ("train_s", self.train_s, 1e-6, 1e9),
+            ("staleness_max", self.staleness_max, 0, 1000),
+            ("period", self.period, 1, self.staleness_max + 1),
+            ("latency_cv", self.latency_cv, 0.0, 5.0),
+            ("lead_steps", self.lead_steps or 0.0, 0.0, 1000.0),
+            ("learner_usd_per_h", self.learner_usd_per_h, 0.0, 1e9),
+            ("spread", 0.0 if isinstance(self.spread, Weights) else self.spread, 0.0, 1e9),
+        ):
+            if not least <= value <= most:
+                raise ValueError(f"{field} is {value}; allowed is {least:g} to {most:g}")
+
+    @property
+    def learner_rate(self) -> float:
+        """R / T_train: groups per second that the learner eats when it never waits."""
+        return self.groups_per_step / self.train_s
+
+    def fetch_s(self, pool: Pool) -> float:
+        """From the publication until the pool has the bytes, in seconds."""
+        if isinstance(self.spread, Weights):
+            return fluid_bcast_s(self.spread, pool) - _install_s(pool)
+        return self.spread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """`bubble`: share of its time that the learner waits, with `bubble_error`, the standard error
+    of what was played; `expired_share` of the groups that were begun; `staleness_mean` in learner
+    steps; `bcast_s` seconds until all have installed a version; `bottleneck` what the learner
+    waits for most (itself, where the bubble is at most BUBBLE_MAX), `reason` that in words."""
+
+    bubble: float
+    bubble_error: float
+    expired_share: float
+    staleness_mean: float
+    bcast_s: float
+    steps_per_h: float
+    usd_per_step: float
+    bottleneck: Bottleneck
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sufficient:
+    """A pool with which the learner hardly waits, and what it comes to."""
+
+    pool: Pool
+    prediction: Prediction
+
+
+def predict(workload: Workload, pool: Pool, *, seed: int = 0) -> Prediction:
+    """What the pool comes to. ValueError for a pool without workers."""
+    if not pool.members:
+        raise ValueError("a pool without workers delivers nothing; name at least one")
+    counts = _played(workload, pool, seed=seed)
+    total_s = counts.wait_s + counts.train_s
+    bubble = counts.wait_s / total_s
+    step_s = workload.train_s / (1.0 - bubble)
+    usd_per_h = workload.learner_usd_per_h + pool.usd_per_h
+    bottleneck = _bottleneck(counts, bubble)
+    return Prediction(
+        bubble=bubble,
+        bubble_error=_bubble_error(counts, workload.train_s),
+        expired_share=counts.expired / (counts.expired + counts.trained),
+        staleness_mean=counts.staleness / counts.trained,
+        bcast_s=workload.fetch_s(pool) + _install_s(pool),
+        steps_per_h=3600.0 / step_s,
+        usd_per_step=usd_per_h * step_s / 3600.0,
+        bottleneck=bottleneck,
+        reason=_reason(bottleneck, workload, pool, bubble),
+    )
+
+
+def smallest_pool(
+    workload: Workload,
+    available: Sequence[WorkerKind],
+    *,
+    bubble_max: float = BUBBLE_MAX,
+    seed: int = 0,
+) -> Sufficient:
+    """The fewest of the cheapest workers with which the bubble is at most `bubble_max`.
+
+    `available` names each worker once for each machine of it; they are taken in ascending order
+    of ρ = c/μ, as in the paper's greedy rule (Eq. 3). Found by bisection, since a larger pool
+    waits less: at most ⌈log₂ n⌉ + 2 predictions. ConfigError when all of them are not enough.
+    """
+    order = sorted(available, key=lambda kind: (kind.usd_per_group, -kind.rate_groups_per_s))
+    if not order:
+        raise ConfigError("no worker is available; name some in the price list")
+
+    def tried(count: int) -> Sufficient:
+        pool = Pool.of(order[:count])
+        return Sufficient(pool, predict(workload, pool, seed=seed))
+
+    low = _num_to_keep_up(order, workload.learner_rate * (1.0 - bubble_max))
+    high = min(len(order), max(low, _num_of_use(order, workload)))
+    best = tried(high)
+    if best.prediction.bubble > bubble_max:
+        raise ConfigError(
+            f"{high} workers that deliver {best.pool.rate_groups_per_s:.4g} groups/s leave the "
+            f"learner a bubble of {best.prediction.bubble:.1%}, above {bubble_max:.1%}: "
+            f"{best.prediction.reason}"
+        )
+    while low < high:
+        middle = (low + high) // 2
+        found = tried(middle)
+        if found.prediction.bubble <= bubble_max:
+            best, high = found, middle
+        else:
+            low = middle + 1
+    return best
+
+
+def mu_min(
+    workload: Workload, kind: WorkerKind, *, bubble_max: float = BUBBLE_MAX, seed: int = 0
+) -> float:
+    """μ_min in groups/s: the rate of the fewest workers of this kind with which the bubble is at
+    most `bubble_max`; inf where no number of them is enough (the groups' tail or the window then
+    keeps the learner waiting, whatever the rate)."""
+    slots_of_use = workload.groups_per_step * (1 + workload.staleness_max)
+    num = max(
+        math.ceil(workload.learner_rate / kind.rate_groups_per_s),
+        math.ceil(slots_of_use / kind.slots),
+    )
+    try:
+        found = smallest_pool(workload, [kind] * num, bubble_max=bubble_max, seed=seed)
+    except ConfigError:
+        return math.inf
+    return found.pool.rate_groups_per_s
+
+
+# ------------------------------------------------------------------------------- helpers
+
+
+def _played(workload: Workload, pool: Pool, *, seed: int) -> Counts:
+    size = workload.staleness_max + 1
+    block = math.ceil(workload.groups_per_step / GROUPS_PER_STEP_MAX)
+    rules = Rules(
+        groups_per_step=math.ceil(workload.groups_per_step / block),
+        train_s=workload.train_s,
+        staleness_max=workload.staleness_max,
+        period=workload.period,
+        late=workload.late,
+        latency_cv=workload.latency_cv,
+        lead_steps=workload.lead_steps,
+        fetch_s=workload.fetch_s(pool),
+    )
+    share = rules.groups_per_step / workload.groups_per_step  # 1, where blocks are single groups
+    kinds = []
+    for kind, count in pool.members:
+        slots = max(1, round(kind.slots * count * share))
+        latency_s = slots / (kind.rate_groups_per_s * count * share)  # the rate stays exact
+        kinds.append(Slots(min(count, slots), slots, latency_s, kind.install_s, [0] * size))
+    warmup = workload.staleness_max + workload.period + 3
+    steps = max(STEPS_MIN, GROUPS // rules.groups_per_step)
+    return StepRecursion(rules, kinds, seed=seed).run(warmup=warmup, steps=steps)
+
+
+def _install_s(pool: Pool) -> float:
+    return max(kind.install_s for kind, _ in pool.members)
+
+
+def _bubble_error(counts: Counts, train_s: float) -> float:
+    """From the bubbles of PARTS equal parts of the steps."""
+    waits, size = counts.step_waits_s, len(counts.step_waits_s) // PARTS
+    bubbles = []
+    for part in range(PARTS):
+        wait_s = math.fsum(waits[part * size : (part + 1) * size])
+        bubbles.append(wait_s / (wait_s + size * train_s))
+    mean = math.fsum(bubbles) / PARTS
+    variance = math.fsum((bubble - mean) ** 2 for bubble in bubbles) / (PARTS - 1)
+    return math.sqrt(variance / PARTS)
+
+
+def _bottleneck(counts: Counts, bubble: float) -> Bottleneck:
+    if bubble <= BUBBLE_MAX:
+        return "learner"
+    return max(counts.waits_s, key=lambda cause: counts.waits_s[cause])
+
+
+def _reason(bottleneck: Bottleneck, workload: Workload, pool: Pool, bubble: float) -> str:
+    delivered, eaten = pool.rate_groups_per_s, workload.learner_rate
+    if bottleneck == "learner":
+        return f"the learner: it eats {eaten:.4g} groups/s and waits {bubble:.1%} of its time"
+    if bottleneck == "rate" and delivered < eaten:
+        return (
+            f"the pool's rate: it delivers {delivered:.4g} groups/s, the learner eats "
+            f"{eaten:.4g}; add workers"
+        )
+    if bottleneck == "rate":
+        return (
+            f"the pool's rate: {delivered:.4g} groups/s are above the {eaten:.4g} that the learner "
+            "eats, but slots stand still for installs, lost groups or uneven arrival; add workers"
+        )
+    if bottleneck == "tail":
+        return (
+            "the slowest groups of a batch: the others are there and wait for them; raise "
+            'staleness.max, set staleness.late = "drop", or shorten what a group takes'
+        )
+    if bottleneck == "install":
+        return (
+            "installs: slots wait for the new version, which takes "
+            f"{workload.fetch_s(pool) + _install_s(pool):.4g} s; send deltas, or raise "
+            "staleness.period"
+        )
+    return (
+        f"the window: staleness.max = {workload.staleness_max} lets no more be sampled ahead; "
+        "raise it"
+    )
+
+
+def _num_to_keep_up(order: Sequence[WorkerKind], rate: float) -> int:
+    """The fewest of the first workers that deliver `rate` groups/s; all, if they do not."""
+    total = 0.0
+    for count, kind in enumerate(order, start=1):
+        total += kind.rate_groups_per_s
+        if total >= rate:
+            return count
+    return len(order)
+
+
+def _num_of_use(order: Sequence[WorkerKind], workload: Workload) -> int:
+    """Workers whose slots hold all that pacing allows: more never get a group."""
+    needed = workload.groups_per_step * (1 + workload.staleness_max)
+    for count, kind in enumerate(order, start=1):
+        needed -= kind.slots
+        if needed <= 0:
+            return count
+    return len(order)
