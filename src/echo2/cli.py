@@ -268,6 +268,14 @@ def simulate(
     ] = None,
     settings: SetOption = None,
     as_json: JsonOption = False,
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            metavar="echo2|paper",
+            help='"paper": [[simulation.scenarios]] by the equations of the ECHO-2 paper.',
+        ),
+    ] = "echo2",
     chaos: Annotated[
         bool,
         typer.Option("--chaos", help="A storm of faults; every promise is checked at every event."),
@@ -309,7 +317,10 @@ def simulate(
         "--count": count, "--minutes": minutes, "--workers": workers,
         "--without": without, "--jobs": jobs,
     }  # fmt: skip
-    of_run = {"--steps": steps, "--run-dir": run_dir, "--set": settings, "--json": as_json or None}
+    of_run = {
+        "--steps": steps, "--run-dir": run_dir, "--set": settings, "--json": as_json or None,
+        "--model": None if model == "echo2" else model,
+    }  # fmt: skip
     for option, value in (of_run if chaos else of_chaos).items():
         if value is not None:
             which = "a CONFIG, not --chaos" if chaos else "--chaos, not a CONFIG"
@@ -317,6 +328,14 @@ def simulate(
     if not chaos:
         if steps is not None and hours is not None:
             raise typer.BadParameter("give either --hours or --steps", param_hint="--steps")
+        if model not in ("echo2", "paper"):
+            raise typer.BadParameter('allowed is "echo2" or "paper"', param_hint="--model")
+        if model == "paper":
+            for option, value in {**of_run, "--hours": hours, "--seed": seed}.items():
+                if value is not None and option not in ("--set", "--json", "--model"):
+                    raise typer.BadParameter("--model paper plays no run", param_hint=option)
+            call_command("simulate_paper", config, settings or [], as_json=as_json)
+            return
         call_command(
             "simulate_run",
             config,

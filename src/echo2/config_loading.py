@@ -9,7 +9,6 @@ the rules are arguments.
 from __future__ import annotations
 
 import copy
-import difflib
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,12 +17,13 @@ from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from echo2.config_overrides import Location, apply_overrides
 from echo2.errors import ConfigError
+from echo2.nearest import alternatives, nearest
 from echo2.toml_text import toml_value
 
 M = TypeVar("M", bound=BaseModel)
 M_contra = TypeVar("M_contra", bound=BaseModel, contravariant=True)
-Location = tuple[str, ...]
 
 
 class RuleOf(Protocol[M_contra]):
@@ -64,9 +64,10 @@ def check_model(
         left = copy.deepcopy(dict(tables))
         for detail in error.errors(include_url=False, include_context=False):
             location = schema.known_part(detail["loc"])
-            wrong.add(".".join(_before_index(location)))
+            whole = _without_item(location)
+            wrong.add(".".join(whole))
             found.append(schema.problem(location, detail["type"], detail["msg"], detail["input"]))
-            _leave_out(left, location)
+            _leave_out(left, whole)
         config = model.model_validate(left, strict=True)
     found.extend(rule_problems(config, rules, wrong))
     if found:
@@ -110,30 +111,6 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(_syntax(path, text, str(error))) from None
 
 
-def apply_overrides(tables: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Set "a.b=c" in `tables`; values are TOML, a bare word is text. Returns the problems."""
-    problems = []
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        try:
-            if not equals:
-                raise ValueError('the form is --set TABLE.KEY=VALUE, e.g. "learner.steps=20"')
-            _set(tables, _keys(key), _override_value(text.strip()))
-        except ValueError as error:
-            problems.append(f"--set {override}: {error}")
-    return problems
-
-
-def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
-    return found[0] if found else None
-
-
-def alternatives(values: Sequence[str]) -> str:
-    """`a, b or c`."""
-    return " or ".join([", ".join(values[:-1]), values[-1]] if len(values) > 1 else values)
-
-
 def _missing(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
@@ -161,105 +138,69 @@ def _syntax(path: Path, text: str, said: str) -> str:
     return f"{path}, line {line}, column {column}: not TOML: {what}; the line reads: {shown[:120]}"
 
 
-def _keys(text: str) -> Location:
-    try:
-        if not text.isprintable():
-            raise ValueError
-        table = tomllib.loads(f"{text.strip()} = 0")
-    except ValueError:
-        raise ValueError(f'"{text.strip()}" is no key; the form is TABLE.KEY=VALUE') from None
-    keys: list[str] = []
-    inner: Any = table
-    while isinstance(inner, dict) and len(inner) == 1:
-        ((key, inner),) = inner.items()
-        keys.append(key)
-    if inner != 0:
-        raise ValueError(f'"{text.strip()}" is no single key; the form is TABLE.KEY=VALUE')
-    return tuple(keys)
-
-
-def _override_value(text: str) -> Any:
-    try:
-        table = tomllib.loads(f"value = {text}")
-        if table.keys() == {"value"}:
-            return table["value"]
-    except tomllib.TOMLDecodeError as error:
-        if text.startswith(('"', "'", "[", "{")):
-            raise ValueError(
-                f"{text} is not a TOML value: {error}; close what it opens, or leave that out"
-            ) from None
-    if not text.isprintable():
-        raise ValueError("text of an override must be printable; put it into the file")
-    return text
-
-
-def _set(tables: dict[str, Any], keys: Location, value: Any) -> None:
-    inner = tables
-    for depth, key in enumerate(keys[:-1], 1):
-        inner = inner.setdefault(key, {})
-        if not isinstance(inner, dict):
-            value_key = ".".join(keys[:depth])
-            raise ValueError(f"{value_key} is a value and has no keys of its own; set {value_key}")
-    inner[keys[-1]] = value
-
-
 def _leave_out(tables: dict[str, Any], location: Location) -> None:
     inner: Any = tables
     for key in location[:-1]:
-        if isinstance(inner, list):
-            inner = inner[int(key)]
-        else:
-            inner = inner.get(key) if isinstance(inner, dict) else None
+        inner = inner.get(key) if isinstance(inner, dict) else None
     if isinstance(inner, dict):
         inner.pop(location[-1], None)
-    elif isinstance(inner, list):  # it is to be a table: its defaults stand in
-        inner[int(location[-1])] = {}
 
 
-def _before_index(location: Location) -> Location:
-    """Up to the list, of a setting within one: rules read lists as a whole."""
-    return next((location[:i] for i, key in enumerate(location) if key.isdigit()), location)
-
-
-def _key(location: Sequence[str]) -> str:
-    """`a.b[0].c`"""
-    return "".join(f"[{key}]" if key.isdigit() else f".{key}" for key in location)[1:]
+def _without_item(location: Location) -> Location:
+    """Up to the setting that holds it: to the array, for one of its items."""
+    for depth, key in enumerate(location):
+        if key.endswith("]"):
+            return (*location[:depth], key.partition("[")[0])
+    return location
 
 
 class _Schema:
-    """What a model knows and allows, read from its JSON schema."""
+    """What a model knows and allows, read from its JSON schema.
+
+    An item of an array of tables is a part of a location as "offers[0]".
+    """
 
     def __init__(self, model: type[BaseModel]) -> None:
         self._root = model.model_json_schema()
 
     def known_part(self, location: Sequence[int | str]) -> Location:
-        """`location` up to the first key that is unknown, or to the setting that holds it. A
-        place in a list of tables is its number."""
+        """`location` up to the first key that is unknown, or to the setting that holds it."""
         known: list[str] = []
         schema: Mapping[str, Any] | None = self._root
         for key in location:
-            inner = self._tables_of(schema) if isinstance(key, int) else self._properties(schema)
-            if inner is None:
+            if isinstance(key, int):
+                schema = self._item(schema or {})
+                if schema is None:
+                    break
+                known[-1] += f"[{key}]"
+                continue
+            properties = self._properties(schema or {})
+            if properties is None:
                 break
-            known.append(str(key))
-            schema = inner if isinstance(key, int) else inner.get(key)
+            known.append(key)
+            schema = properties.get(key)
         return tuple(known)
 
     def problem(self, location: Location, kind: str, said: str, given: Any) -> str:
         if kind == "extra_forbidden":
             return self._unknown(location, given)
-        key = _key(location)
+        key = ".".join(location)
         schema = self._at(location)
         properties = self._properties(schema)
-        if properties is None and (tables := self._tables_of(schema)) is not None:
-            # A list of tables; or one of them, which is told under its list.
-            properties, key = self._properties(tables), f"[{key}]"
-        elif location[-1].isdigit():
-            key = f"[{_key(_before_index(location))}]"
+        if kind == "missing":
+            *path, leaf = location
+            lacks = f"{'.'.join(path)} lacks {leaf}"
+            return f"{lacks}: give {_allowed(schema)}"
         if properties is not None:
             return (
-                f"{_key(location)} = {_shown(given)}: this is a table; write it as [{key}] with "
-                f"keys {alternatives(list(properties))}"
+                f"{key} = {_shown(given)}: this is a table; write it as {_header(key)} with keys "
+                f"{alternatives(list(properties))}"
+            )
+        item = self._item(schema)
+        if item is not None and not isinstance(given, list):
+            return (
+                f"{key} = {_shown(given)}: these are tables; begin each with [[{key}]], its keys "
+                f"are {alternatives(list(self._properties(item) or {}))}"
             )
         allowed, suggestion = _allowed(schema), _suggestion(schema, given)
         told = f"allowed is {allowed}" if allowed else said
@@ -268,14 +209,15 @@ class _Schema:
 
     def _unknown(self, location: Location, given: Any) -> str:
         *path, leaf = location
-        table = _key(path)
+        table = ".".join(path)
         known = self._properties(self._at(tuple(path))) or {}
         near = self._nearest(table, leaf, known)
         hint = f"; did you mean {near}?" if near else ""
         what = "table" if isinstance(given, Mapping) else "setting"
-        where = f"[{table}] knows" if table else "tables are"
+        where = f"{_header(table)} knows" if table else "tables are"
         return (
-            f"{_key(location)} = {_shown(given)}: no such {what}{hint} ({where} {', '.join(known)})"
+            f"{'.'.join(location)} = {_shown(given)}: no such {what}{hint} "
+            f"({where} {', '.join(known)})"
         )
 
     def _nearest(self, table: str, leaf: str, known: Iterable[str]) -> str | None:
@@ -305,21 +247,29 @@ class _Schema:
     def _at(self, location: Location) -> Mapping[str, Any]:
         schema: Mapping[str, Any] = self._root
         for key in location:
-            schema = self._tables_of(schema) or (self._properties(schema) or {})[key]
+            name, bracket, _ = key.partition("[")
+            schema = (self._properties(schema) or {})[name]
+            if bracket:
+                schema = self._item(schema) or {}
         return schema
 
-    def _properties(self, schema: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    def _item(self, schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """The table that each item of an array is; None for anything else."""
+        item = schema.get("items")
+        return item if item is not None and self._properties(item) is not None else None
+
+    def _properties(self, schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Keys of a table of the model; None for a value (a free table is a value too)."""
-        schema = schema or {}
         reference = schema.get("$ref")
         if reference is not None:
             schema = self._root["$defs"][reference.rpartition("/")[2]]
         return schema.get("properties")
 
-    def _tables_of(self, schema: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """What each table of a list of tables is; None for everything else."""
-        items: Mapping[str, Any] | None = (schema or {}).get("items")
-        return items if self._properties(items) is not None else None
+
+def _header(table: str) -> str:
+    """As TOML writes it above the keys of a table."""
+    name, bracket, _ = table.partition("[")
+    return f"[[{name}]]" if bracket else f"[{table}]"
 
 
 def _shown(value: Any) -> str:

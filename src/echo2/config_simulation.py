@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from echo2.config import Config
 
 KINDS_MAX: Final = 256
+SCENARIOS_MAX: Final = 64
 LinkMbit = Annotated[float, Field(gt=0, le=1e6)]
 PerHour = Annotated[float, Field(ge=0, le=3600)]
 _TAKEN: Final = re.compile(r"(coordinator|origin|learner)(-.*)?")
@@ -55,6 +56,18 @@ class SimulatedWorkersTable(Table):
     """After it died or left another one takes its place, with an empty disk."""
 
 
+class ScenarioTable(Table):
+    """A case of the paper's ablation, for `echo2 simulate CONFIG --model paper`."""
+
+    name: Annotated[str, Field(pattern=r"^[\w-]{1,48}$")] = "full"
+    machines: Annotated[int, Field(ge=0, le=WORKERS_MAX)] = 0
+    """Workers that are active; 0: as many as the paper's rule activates."""
+    peers: bool = True
+    """Workers forward versions to each other; false: the origin sends to each."""
+    by_price: bool = True
+    """The cheapest for what they deliver are activated; false: they are drawn uniformly."""
+
+
 class SimulationTable(Table):
     """`echo2 simulate CONFIG`: the whole run on a virtual clock (docs/simulate.md)."""
 
@@ -77,6 +90,10 @@ class SimulationTable(Table):
         default_factory=list
     )
     """The fleet, as [[simulation.workers]] of one kind each."""
+    scenarios: Annotated[list[ScenarioTable], Field(max_length=SCENARIOS_MAX)] = Field(
+        default_factory=list
+    )
+    """What `--model paper` computes, as [[simulation.scenarios]]."""
 
 
 def simulation_problem(c: Config) -> str | None:

@@ -13,8 +13,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from echo2 import config_loading
 from echo2.config import Config, config_from_mapping
+from echo2.config_overrides import apply_overrides
 from echo2.errors import ConfigError
 from echo2.messages import JOIN_SETTINGS_MAX, Enrolled
 
@@ -100,7 +100,7 @@ def joined_config(enrolled: Enrolled, overrides: Sequence[str]) -> Config:
         "coordinator_rollouts": enrolled.rollouts,
         "coordinator_key": enrolled.server_key,
     }
-    problems = config_loading.apply_overrides(tables, overrides)
+    problems = apply_overrides(tables, overrides)
     if problems:
         raise ConfigError(problems)
     config = config_from_mapping(tables, source="the settings of the run and --set")

@@ -26,7 +26,7 @@ _ESCAPES = {
 
 def toml_document(tables: Mapping[str, Any]) -> str:
     """The mapping as a TOML document, in its own order: plain values of a table first,
-    then its tables under headers of their own."""
+    then its tables, and arrays of tables, under headers of their own."""
     lines: list[str] = []
     _write_table(lines, (), tables)
     return "\n".join(lines).strip("\n") + "\n"
@@ -62,15 +62,29 @@ def toml_key(key: str) -> str:
     return key if _BARE_KEY.fullmatch(key) else _text(key)
 
 
-def _write_table(lines: list[str], path: tuple[str, ...], table: Mapping[str, Any]) -> None:
-    plain = {k: v for k, v in table.items() if v is not None and not isinstance(v, Mapping)}
-    inner = {k: v for k, v in table.items() if isinstance(v, Mapping)}
-    if path and (plain or not inner):
+def _write_table(
+    lines: list[str], path: tuple[str, ...], table: Mapping[str, Any], *, is_item: bool = False
+) -> None:
+    plain = {k: v for k, v in table.items() if v is not None and not _has_headers(v)}
+    inner = {k: v for k, v in table.items() if _has_headers(v)}
+    if path and (plain or not inner or is_item):
+        name = ".".join(toml_key(part) for part in path)
         lines.append("")
-        lines.append("[" + ".".join(toml_key(part) for part in path) + "]")
+        lines.append(f"[[{name}]]" if is_item else f"[{name}]")
     lines.extend(f"{toml_key(key)} = {toml_value(value)}" for key, value in plain.items())
     for key, value in inner.items():
-        _write_table(lines, (*path, key), value)
+        if isinstance(value, Mapping):
+            _write_table(lines, (*path, key), value)
+        else:
+            for item in value:
+                _write_table(lines, (*path, key), item, is_item=True)
+
+
+def _has_headers(value: Any) -> bool:
+    """Whether it is a table, or an array of nothing but tables."""
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(item, Mapping) for item in value)
+    return isinstance(value, Mapping)
 
 
 def _number(value: float) -> str:

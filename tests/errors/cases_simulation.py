@@ -71,3 +71,14 @@ def _(bench: Bench) -> Told:
 def _(bench: Bench) -> Told:
     config = bench.config(*KIND, "start_s = 9000", "[run]", "no_worker_timeout_s = 60")
     return simulate(bench, config)
+
+
+@case("the paper's model without scenarios")
+def _(bench: Bench) -> Told:
+    return simulate(bench, bench.config(*KIND), "--model", "paper")
+
+
+@case("a scenario of the paper with more machines than there are")
+def _(bench: Bench) -> Told:
+    scenario = ("[[simulation.scenarios]]", 'name = "star"', "machines = 2")
+    return simulate(bench, bench.config(*KIND, *scenario), "--model", "paper")

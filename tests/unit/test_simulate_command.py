@@ -74,3 +74,17 @@ def test_a_storm_takes_no_options_of_a_run(monkeypatch: pytest.MonkeyPatch) -> N
     told = CliRunner().invoke(app, ["simulate", "--chaos", "--json"])
     assert told.exit_code == 2
     assert "this goes with a CONFIG, not --chaos" in told.output
+
+
+def test_check_tells_what_a_simulation_would_play() -> None:
+    told = CliRunner().invoke(app, ["check", str(CONFIG)])
+    assert told.exit_code == 0, told.output
+    assert "plays 100 workers of 2 kinds for 4 hours at most" in told.output
+    assert "$35.24 per hour while all are there" in told.output
+
+
+def test_a_fleet_that_never_comes_ends_with_1_and_the_cause() -> None:
+    settings = ("simulation.workers.spot.start_s=99999", "simulation.workers.rented.start_s=99999")
+    told = simulate(*(part for each in settings for part in ("--set", each)))
+    assert told.exit_code == 1
+    assert "no worker could sample for 3600 s" in told.output

@@ -29,7 +29,8 @@ from echo2.commands.origin_process import answers
 from echo2.commands.run_folder import RunFolder, is_alive
 from echo2.commands.run_view import number
 from echo2.config import Config, load_config
-from echo2.config_loading import apply_overrides, check_model
+from echo2.config_loading import check_model
+from echo2.config_overrides import apply_overrides
 from echo2.config_rules import RULES
 from echo2.core.broadcast import QUANTILES
 from echo2.errors import ConfigError, Echo2Error, RefusedError, WaitTimeoutError
