@@ -43,7 +43,7 @@ from echo2.types import PeerId, Version
 
 LEARNER: Final = PeerId("learner")
 LEDGER_S: Final = 0.01
-TICKS_PER_STEP: Final = 100
+TICKS_PER_STEP: Final = 50
 TICK_MIN_S: Final = 0.1
 """Of the coordinator, as in production, where steps are short."""
 TICK_MAX_S: Final = 1.0
