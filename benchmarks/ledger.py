@@ -17,6 +17,7 @@ import os
 import platform
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ class Delivery:
     async def start(self) -> None:
         self.ledger.restored()
         self.log.open()
-        await self.ledger.start(lambda record_id: self._waiting.pop(record_id).set())
+        await self.ledger.start(self._persisted)
         await self._durable(0, LearnerRecorded(1, 0))
 
     async def stop(self) -> None:
@@ -90,6 +91,10 @@ class Delivery:
         began = time.perf_counter()
         await self._durable(index + 1, record)
         self.waits_s.append(time.perf_counter() - began)
+
+    def _persisted(self, record_ids: Sequence[int]) -> None:
+        for record_id in record_ids:
+            self._waiting.pop(record_id).set()
 
     async def _durable(self, record_id: int, record: GroupStored | LearnerRecorded) -> None:
         self._waiting[record_id] = done = asyncio.Event()

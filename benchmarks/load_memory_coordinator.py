@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,14 @@ class MemoryLedger:
     def __init__(self, run_dir: Path) -> None:
         self._groups: dict[str, GroupStored] = {}
         self._others: list[Record] = []
-        self._on_persisted: Callable[[int], None] = lambda _: None
+        self._on_persisted: Callable[[Sequence[int]], None] = lambda _: None
         self._ids: list[int] = []
         self._over = asyncio.Event()
 
     def restored(self) -> None:
         return None
 
-    async def start(self, on_persisted: Callable[[int], None]) -> None:
+    async def start(self, on_persisted: Callable[[Sequence[int]], None]) -> None:
         self._on_persisted = on_persisted
         self._loop = asyncio.get_running_loop()
 
@@ -58,8 +58,7 @@ class MemoryLedger:
 
     def _tell(self) -> None:
         ids, self._ids = self._ids, []
-        for record_id in ids:
-            self._on_persisted(record_id)
+        self._on_persisted(ids)
 
 
 def main() -> int:

@@ -139,7 +139,7 @@ class LoadRun:
     def __enter__(self) -> LoadRun:
         try:
             self._start()
-        except BaseException:
+        except BaseException:  # whatever it was: no process is left behind
             self.stop()
             raise
         return self

@@ -219,7 +219,8 @@ def main() -> None:
     parser.add_argument("--churn", type=float, default=4.0, help="workers a second")
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--groups-per-step", type=int, default=64)
+    parser.add_argument("--groups-per-step", type=int, default=128)
+    parser.add_argument("--publish-every", type=int, default=64, help="learner steps")
     parser.add_argument("--plain", action="store_true", help="without CURVE")
     parser.add_argument("--samples", action="store_true", help="every sample in the output")
     parser.add_argument("--folder", type=Path, help="for the run folder")
@@ -231,6 +232,7 @@ def main() -> None:
         slots=2,
         shape=Shape(options.group_size, options.tokens, min(32, options.tokens // 4)),
         groups_per_step=options.groups_per_step,
+        publish_every=options.publish_every,
         curve=not options.plain,
     )
     found: dict[str, Any] = {

@@ -128,7 +128,7 @@ class Wan:
                 raise
             text = "; ".join(f"{part}: {why}" for part, why in missing.items())
             raise WanError(f"this machine cannot hold the hosts. Absent: {text}") from error
-        except BaseException:
+        except BaseException:  # whatever it was: no namespace is left behind
             self.close()
             raise
         return self
@@ -350,7 +350,7 @@ def _open_tun() -> int:
             flags = IFF_TUN | IFF_NO_PI | IFF_VNET_HDR
             ioctl(fd, TUNSETIFF, struct.pack("16sH22x", b"eth0", flags))
             ioctl(fd, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4)
-        except BaseException:
+        except BaseException:  # whatever it was: no descriptor is left behind
             os.close(fd)
             raise
     except OSError as error:

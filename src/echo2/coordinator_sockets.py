@@ -1,9 +1,10 @@
 """The coordinator's sockets: a lane each for control and rollouts, the enrolment socket, and
 the keys that open them.
 
-Every message of a peer on the allow-list goes to `on_message`; a key that leaves the list is
-told to `on_revoked`, before any later message; what knocks and is not let in is counted
-(`refused`), and told to `on_event` as often as a disk bears. Decides nothing else.
+Every message of a peer on the allow-list goes to `on_message`, and `on_turn` follows on those that
+came together; a key that leaves the list is told to `on_revoked`, before any later message; what
+knocks and is not let in is counted (`refused`), and told to `on_event` as often as a disk bears.
+Decides nothing else.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ _LEARNER_BUDGETS: Final = {
     lane: replace(LANES[lane].budget, taken=0, per_ms=0) for lane in (Lane.CONTROL, Lane.ROLLOUTS)
 }
 """A learner has the whole training in its hand: only what is refused is held against it."""
+_LEARNS: Final = frozenset({Role.LEARNER})
+_SAMPLES: Final = frozenset({Role.WORKER})
 Listening = TypeVar("Listening")
 
 
@@ -59,6 +62,7 @@ class CoordinatorSockets:
         run_dir: Path,
         *,
         on_message: Callable[[PeerId, Message], None],
+        on_turn: Callable[[], None],
         on_revoked: Callable[[PeerId], None],
         on_event: Callable[[str, dict[str, Any]], None],
     ) -> None:
@@ -69,6 +73,7 @@ class CoordinatorSockets:
         self._config = config
         self._run_dir = run_dir
         self._on_message = on_message
+        self._on_turn = on_turn
         self._on_revoked = on_revoked
         self._on_event = on_event
         self._before = _record_before(run_dir)
@@ -168,6 +173,8 @@ class CoordinatorSockets:
         self._tasks.start(self._authenticator.wait(), name="authenticator")
 
     async def _open(self, lane: Lane, port: int) -> Router:
+        budget, learners_budget = LANES[lane].budget, _LEARNER_BUDGETS[lane]
+
         async def listen(bind: str) -> Router:
             router = Router(
                 self._context,
@@ -176,11 +183,10 @@ class CoordinatorSockets:
                 bind=bind,
                 keys=self._keys,
                 on_message=self._take,
+                on_turn=self._on_turn,
                 on_refused=self._message_refused,
                 client_roles=_client_roles,
-                budget_of=lambda peer: (
-                    _LEARNER_BUDGETS[lane] if _is_learner(peer) else LANES[lane].budget
-                ),
+                budget_of=lambda peer: learners_budget if _is_learner(peer) else budget,
             )
             await router.start()
             return router
@@ -272,7 +278,7 @@ class CoordinatorSockets:
 
 def _client_roles(peer: PeerId) -> frozenset[Role]:
     """A key named learner or learner-N learns; every other samples."""
-    return frozenset({Role.LEARNER if _is_learner(peer) else Role.WORKER})
+    return _LEARNS if _is_learner(peer) else _SAMPLES
 
 
 def _is_learner(peer: PeerId) -> bool:

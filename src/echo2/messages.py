@@ -15,6 +15,7 @@ from dataclasses import dataclass as _stdlib_dataclass
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Final, Literal, get_args, get_origin, get_type_hints
 
+from msgspec import Meta
 from pydantic import ConfigDict, FailFast, Field
 from pydantic.dataclasses import dataclass
 from typing_extensions import dataclass_transform
@@ -88,7 +89,8 @@ MESSAGES: dict[str, type[Message]] = {}
 
 class Message:
     """Base of all messages. Class keywords name lane, sender and receiver. `HANDED_ON`: whoever
-    receives it stores it or sends its fields on, so that its header is kept as it came."""
+    receives it stores it or sends its fields on, so that its header is kept as it came. Such a one
+    is large and comes often: it is read as `echo2.wire_typed` says."""
 
     LANE: ClassVar[Lane]
     SENDERS: ClassVar[frozenset[Role]]
@@ -132,8 +134,12 @@ _C, _R, _B, _E = Lane.CONTROL, Lane.ROLLOUTS, Lane.CHUNKS, Lane.ENROLMENT
 TokenFrame = Annotated[bytes, Frame(GROUP_FRAME_MAX_BYTES)]
 SmallFrame = Annotated[bytes, Frame(1 << 20)]
 LeaseKind = Literal["train", "eval"]
-LeaseName = Annotated[LeaseId, Field(strict=True, min_length=1, max_length=64)]
-GroupName = Annotated[GroupId, Field(strict=True, min_length=1, max_length=64)]
+LeaseName = Annotated[
+    LeaseId, Field(strict=True, min_length=1, max_length=64), Meta(min_length=1, max_length=64)
+]
+GroupName = Annotated[
+    GroupId, Field(strict=True, min_length=1, max_length=64), Meta(min_length=1, max_length=64)
+]
 
 # ---------------------------------------------------------------- worker <-> coordinator
 
@@ -338,10 +344,11 @@ class GroupResult(Message):
 
     lease: LeaseName
     group: GroupName
-    attempt: Annotated[int, Field(ge=1, le=1000)]
+    attempt: Annotated[int, Field(ge=1, le=1000), Meta(ge=1, le=1000)]
     trajectories: Annotated[
         tuple[TrajectoryHeader, ...],
         Field(min_length=1, max_length=GROUP_SIZE_MAX),
+        Meta(min_length=1, max_length=GROUP_SIZE_MAX),
         FailFast(),
     ]
     generate_s: Seconds

@@ -301,6 +301,10 @@ def _alias_text(name: str) -> str:
         "Endpoint": "address of a socket; empty: none",
         "ServerKey": "public CURVE key (z85); empty: none",
         "PublicKey": "public CURVE key (z85)",
+        "VersionNumber": "an incarnation, or the learner steps behind a version",
+        "TokenCount": "tokens of a trajectory, or a position in it",
+        "TrajectoryLength": "all tokens of a trajectory",
+        "TurnCount": "turns of a trajectory",
         "LeaseName": "id of a lease",
         "GroupName": "id of a group",
     }.get(name, "")

@@ -2,7 +2,9 @@
 
 `Coordinator` is what the daemon runs and what a program embeds; there is no other. It
 receives, decodes, hands the event to the core, and carries out the effects in order: lines
-of events.jsonl first, then messages. It decides nothing about versions, groups or leases.
+of events.jsonl first, then messages. What came together, messages of one turn of a socket or
+records of one commit, is taken event by event and settled once. It decides nothing about versions,
+groups or leases.
 
     async with Coordinator(config, run_dir=...) as coordinator:
         await coordinator.run_until_finished()               # a daemon
@@ -23,7 +25,7 @@ import sqlite3
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -193,7 +195,10 @@ class Coordinator:
         self._finished = asyncio.Event()
         self._finish: Finish | None = None
         self._events: deque[Event] = deque()
-        self._handling = False
+        """Those that came of effects, while these are carried out."""
+        self._turn: list[list[Effect]] = []
+        """Of each event that was taken and is not settled yet: its effects."""
+        self._carrying_out = False
         self._left: set[PeerId] = set()
         self._vocab_size = 0
         self._goodbye = asyncio.Event()
@@ -255,7 +260,7 @@ class Coordinator:
             with folder_errors(self.run_dir):  # it may hold a token
                 write_whole(resolved, config_to_toml(self.config).encode(), mode=0o600)
         with folder_errors(self.run_dir):
-            await self._ledger.start(lambda record_id: self.feed(Persisted(record_id)))
+            await self._ledger.start(self._on_persisted)
         await self._listen()
         await self._serve_http()
         self._embedded = EmbeddedLearner(self)
@@ -323,6 +328,7 @@ class Coordinator:
             self.config,
             self.run_dir,
             on_message=self._on_message,
+            on_turn=self._settle,
             on_revoked=lambda peer: self.feed(KeyRevoked(peer)),
             on_event=self._on_socket_event,
         )
@@ -433,15 +439,11 @@ class Coordinator:
 
     def feed(self, event: Event) -> None:
         """Hand an event to the core; effects are carried out before the next one."""
-        self._events.append(event)
-        if self._handling:
+        if self._carrying_out:
+            self._events.append(event)
             return
-        self._handling = True
-        try:
-            while self._events:
-                self._handle(self._events.popleft())
-        finally:
-            self._handling = False
+        self._take(event)
+        self._settle()
 
     def own(self, coroutine: Coroutine[Any, Any, None], *, name: str) -> None:
         """Run beside the coordinator; its crash is the coordinator's."""
@@ -450,21 +452,50 @@ class Coordinator:
     def connect_local(self, on_message: Callable[[Message], None]) -> Callable[[Message], None]:
         """The transport of the embedding program's learner. Returns its way to send."""
         self._local = on_message
-        return lambda message: self._on_message(LOCAL_LEARNER, message)
 
-    def _handle(self, event: Event) -> None:
+        def send(message: Message) -> None:
+            event = self._received(LOCAL_LEARNER, message)
+            if event is not None:
+                self.feed(event)
+
+        return send
+
+    def _take(self, event: Event) -> None:
+        """Let the core take an event; `_settle` follows."""
         try:
-            effects = self._core.handle(event, time.monotonic())
+            self._turn.append(self._core.take(event, time.monotonic()))
         except RemoteProtocolError as error:
             assert isinstance(event, Received)
             self.refused[error.reason] += 1
             self._sockets.refused_by_core(event.peer, event.message, error)
             refusal = Refused(reason=error.reason, text=str(error)[:2048], fatal=False)
-            self._carry_out([Send(event.peer, refusal)])
-            return
-        self._carry_out(effects)
+            self._turn.append([Send(event.peer, refusal)])
+
+    def _settle(self) -> None:
+        """Let the core settle what it took, and carry out what follows from all of it."""
+        self._carrying_out = True
+        try:
+            while self._turn:
+                turn, self._turn = self._turn, []
+                turn.append(self._core.settle())
+                self._carry_out(turn)
+                while self._events:
+                    self._take(self._events.popleft())
+        finally:
+            self._carrying_out = False
 
     def _on_message(self, peer: PeerId, message: Message) -> None:
+        """`_settle` is called when the socket's turn is over."""
+        event = self._received(peer, message)
+        if event is not None:
+            self._take(event)
+
+    def _on_persisted(self, record_ids: Sequence[int]) -> None:
+        for record_id in record_ids:
+            self._take(Persisted(record_id))
+        self._settle()
+
+    def _received(self, peer: PeerId, message: Message) -> Event | None:
         if isinstance(message, Goodbye) and (self._finish is not None or message.finished):
             self._left.add(peer)
             self._goodbye.set()
@@ -481,13 +512,14 @@ class Coordinator:
             message = LeaseFailed(
                 lease=message.lease, group=message.group, stage="engine", text=problem
             )
-        if not isinstance(message, LaneOpened):
-            self.feed(Received(peer, message, self._sockets.key_of(peer)))
+        if isinstance(message, LaneOpened):
+            return None
+        return Received(peer, message, self._sockets.key_of(peer))
 
     def _on_socket_event(self, event: str, fields: dict[str, Any]) -> None:
         """Between the run's own first and last event."""
         if self._core.started_at is not None and self._finish is None:
-            self._carry_out([Emit(event, fields)])
+            self._carry_out([[Emit(event, fields)]])
 
     async def _ticks(self) -> None:
         while True:
@@ -503,38 +535,51 @@ class Coordinator:
 
     # ----------------------------------------------------------------------- effects
 
-    def _carry_out(self, effects: list[Effect]) -> None:
-        told: list[tuple[Emit, int]] = []
-        for effect in effects:
-            if isinstance(effect, Emit):
-                told.append((effect, self._log.write(effect.event, effect.fields)))
-                self._metrics.observe(effect.event, effect.fields)
-                if effect.event not in QUIET_EVENTS:
-                    log.info(effect.event, **effect.fields)
-                elif self._is_debugging:
-                    log.debug(effect.event, **effect.fields)
+    def _carry_out(self, turn: list[list[Effect]]) -> None:
+        """All lines of events.jsonl first; then, in order, what each event made of them: the ledger
+        is told of a record before it is told of what later events did with it."""
+        told: list[tuple[list[tuple[Emit, int]], list[Effect]]] = []
+        for effects in turn:
+            lines = [
+                (effect, self._write(effect)) for effect in effects if isinstance(effect, Emit)
+            ]
+            told.append((lines, effects))
         self._log.flush()
-        for emit, position in told:  # what the ledger takes in is in the file
-            self._ledger.observe(emit.event, emit.fields, position)
-        for effect in effects:
-            match effect:
-                case Send(peer, message):
-                    self._send(peer, message)
-                case DeliverGroup():
-                    self._send(effect.peer, _batch_group(effect))
-                case OrderAudit():
-                    self._send(effect.peer, _audit_ordered(effect))
-                case Persist(record_id, record):
-                    self._ledger.append(record_id, record)
-                case ProbeRelay(peer, endpoint):
-                    self._tasks.start(self._probe(peer, endpoint), name="probe")
-                case Finish():
-                    self._finish = effect
-                    self._finished.set()
-                case Emit("worker_gone", fields):
-                    self._sockets.forget(PeerId(fields["worker"]))
-                case Emit():
-                    pass  # written above
+        for lines, effects in told:
+            for emit, position in lines:  # what the ledger takes in is in the file
+                self._ledger.observe(emit.event, emit.fields, position)
+            for effect in effects:
+                self._carry_out_one(effect)
+
+    def _write(self, emit: Emit) -> int:
+        """Write and log it; where in events.jsonl it ends."""
+        position = self._log.write(emit.event, emit.fields)
+        self._metrics.observe(emit.event, emit.fields)
+        if emit.event not in QUIET_EVENTS:
+            log.info(emit.event, **emit.fields)
+        elif self._is_debugging:
+            log.debug(emit.event, **emit.fields)
+        return position
+
+    def _carry_out_one(self, effect: Effect) -> None:
+        match effect:
+            case Send(peer, message):
+                self._send(peer, message)
+            case DeliverGroup():
+                self._send(effect.peer, _batch_group(effect))
+            case OrderAudit():
+                self._send(effect.peer, _audit_ordered(effect))
+            case Persist(record_id, record):
+                self._ledger.append(record_id, record)
+            case ProbeRelay(peer, endpoint):
+                self._tasks.start(self._probe(peer, endpoint), name="probe")
+            case Finish():
+                self._finish = effect
+                self._finished.set()
+            case Emit("worker_gone", fields):
+                self._sockets.forget(PeerId(fields["worker"]))
+            case Emit():
+                pass  # written above
 
     async def _probe(self, peer: PeerId, endpoint: str) -> None:
         probe = await probe_endpoint(endpoint)

@@ -1,14 +1,17 @@
 """The nouns that every part shares: versions, spans, tasks, sampling settings.
 
 Values are frozen and checked when made, so that a wrong one cannot travel. Nothing here
-waits, sends, logs or tells time.
+waits, sends, logs or tells time. Bounds of what a group's header holds stand twice, for pydantic
+(`Field`) and for msgspec (`Meta`), which reads such headers: `echo2.wire_typed` demands that both
+say the same.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Final, NewType
+from typing import Annotated, Final, Literal, NewType
 
+from msgspec import Meta
 from pydantic import FailFast, Field
 
 PeerId = NewType("PeerId", str)
@@ -26,10 +29,14 @@ Count = Annotated[int, Field(strict=True, ge=0, le=2**53)]
 Position = Annotated[int, Field(strict=True, ge=-1, le=2**53)]
 Mbit = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 """Rates of links: 10⁶ bits per second."""
-Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False), Meta(ge=0, le=1e9)]
 Real = Annotated[float, Field(allow_inf_nan=False)]
 REWARD_MAX: Final = 1e30
-Reward = Annotated[float, Field(ge=-REWARD_MAX, le=REWARD_MAX, allow_inf_nan=False)]
+Reward = Annotated[
+    float,
+    Field(ge=-REWARD_MAX, le=REWARD_MAX, allow_inf_nan=False),
+    Meta(ge=-REWARD_MAX, le=REWARD_MAX),
+]
 """So bounded that sums and squares of many stay finite."""
 Name = Annotated[str, Field(strict=True, min_length=1, max_length=128, pattern=r"^[\w.:@+-]+$")]
 Text = Annotated[str, Field(strict=True, max_length=2048)]
@@ -41,6 +48,12 @@ PublicKey = Annotated[
     str, Field(strict=True, pattern=r"^[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}$")
 ]
 """A CURVE key in z85."""
+VersionNumber = Annotated[int, Field(strict=True, ge=0, le=2**31), Meta(ge=0, le=2**31)]
+TokenCount = Annotated[int, Field(strict=True, ge=0, le=TOKENS_MAX), Meta(ge=0, le=TOKENS_MAX)]
+TrajectoryLength = Annotated[
+    int, Field(strict=True, ge=1, le=TOKENS_MAX), Meta(ge=1, le=TOKENS_MAX)
+]
+TurnCount = Annotated[int, Field(strict=True, ge=0, le=100_000), Meta(ge=0, le=100_000)]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -51,8 +64,8 @@ class Version:
     the manifest.
     """
 
-    incarnation: Annotated[int, Field(strict=True, ge=0, le=2**31)]
-    step: Annotated[int, Field(strict=True, ge=0, le=2**31)]
+    incarnation: VersionNumber
+    step: VersionNumber
 
     def __str__(self) -> str:
         return f"{self.incarnation}.{self.step}"
@@ -69,8 +82,8 @@ class Span:
     """Tokens [start, end) of a trajectory were sampled by `version`."""
 
     version: Version
-    start: Annotated[int, Field(strict=True, ge=0, le=TOKENS_MAX)]
-    end: Annotated[int, Field(strict=True, ge=0, le=TOKENS_MAX)]
+    start: TokenCount
+    end: TokenCount
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,13 +189,18 @@ class TrajectoryHeader:
     tokens in order, each within [0, length), none overlapping.
     """
 
-    length: Annotated[int, Field(strict=True, ge=1, le=TOKENS_MAX)]
-    prompt_length: Annotated[int, Field(strict=True, ge=0, le=TOKENS_MAX)]
-    num_sampled: Annotated[int, Field(strict=True, ge=0, le=TOKENS_MAX)]
+    length: TrajectoryLength
+    prompt_length: TokenCount
+    num_sampled: TokenCount
     reward: Reward
-    finish: Annotated[str, Field(pattern=r"^(stop|length|abort|environment)$")]
-    num_turns: Annotated[int, Field(strict=True, ge=0, le=100_000)]
-    spans: Annotated[tuple[Span, ...], Field(min_length=1, max_length=256), FailFast()]
+    finish: Literal["stop", "length", "abort", "environment"]
+    num_turns: TurnCount
+    spans: Annotated[
+        tuple[Span, ...],
+        Field(min_length=1, max_length=256),
+        Meta(min_length=1, max_length=256),
+        FailFast(),
+    ]
 
     @property
     def min_version(self) -> Version:

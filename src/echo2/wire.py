@@ -5,7 +5,9 @@ marked `Frame`, in the order of the class. `decode` checks, in this order and be
 step may cost anything: the number of frames, the size of the header, MessagePack within
 limits, the name, the lane, who may send and who may receive it, the number and sizes of the
 raw frames, the fields' names and lengths, and every field against its type. Whatever is wrong
-is a `RemoteProtocolError` with one word as its `reason`; no input raises anything else.
+is a `RemoteProtocolError` with one word as its `reason`; no input raises anything else. A
+message that is `HANDED_ON` is read in one go if all of it is as it should be (`wire_typed`), and
+in these steps if anything is not.
 
 The only importer of msgpack. Left to others: who the peer is (`net.router`) and what a valid
 message means (`core`).
@@ -20,12 +22,14 @@ from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
 
 import annotated_types
 import msgpack  # type: ignore[import-untyped]
+import msgspec
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from typing_extensions import Buffer
 
 from echo2.errors import LocalProtocolError, RemoteProtocolError
 from echo2.messages import HEADER_MAX_BYTES, MESSAGES, Lane, Message, Role, frame_fields
+from echo2.wire_typed import Reader, reader_of
 
 FRAMES_MAX: Final = 1 + max(len(frame_fields(cls)) for cls in MESSAGES.values())
 """Most frames of any message, the header included."""
@@ -37,6 +41,11 @@ _HEADER: Final = "_header"
 _PACKED: Final = "_packed"
 """Of a message's own __dict__, beside its fields: its header as it came, and the MessagePack of
 fields that it has from another message."""
+_READ_AT_ONCE: Final = tuple(
+    (b"\x92" + msgpack.packb(name), name) for name, cls in MESSAGES.items() if cls.HANDED_ON
+)
+"""How the headers of these messages begin."""
+_ENCODER: Final = msgspec.msgpack.Encoder()
 _TEXT_MAX: Final = 300
 _PROBLEMS_READ_MAX: Final = 1000
 
@@ -89,6 +98,15 @@ def decode(
     reason out of: frames, oversized, malformed, unknown_message, wrong_lane, wrong_sender,
     wrong_receiver.
     """
+    message = _decode_at_once(frames, lane=lane, sender=sender, receiver=receiver)
+    if message is None:
+        message = _decode_in_steps(frames, lane=lane, sender=sender, receiver=receiver)
+    return message
+
+
+def _decode_in_steps(
+    frames: Sequence[Buffer], *, lane: Lane, sender: Role | frozenset[Role], receiver: Role
+) -> Message:
     if not 1 <= len(frames) <= FRAMES_MAX:
         told = f"more than {FRAMES_MAX} frames" if frames else "no frame"
         raise RemoteProtocolError(
@@ -107,6 +125,39 @@ def decode(
     if codec.cls.HANDED_ON:
         vars(message)[_HEADER] = bytes(frames[0])
     return message
+
+
+def _decode_at_once(
+    frames: Sequence[Buffer], *, lane: Lane, sender: Role | frozenset[Role], receiver: Role
+) -> Message | None:
+    """The message, if it is one that is read so, and nothing is wrong with it: what is wrong is
+    found, in its order, by `_decode_in_steps`."""
+    if not frames or _size(frames[0]) > HEADER_MAX_BYTES:
+        return None
+    header = bytes(frames[0])
+    name = next((name for begin, name in _READ_AT_ONCE if header.startswith(begin)), None)
+    if name is None:
+        return None
+    try:
+        _check_route(MESSAGES[name], lane=lane, sender=sender, receiver=receiver)
+    except RemoteProtocolError:
+        return None
+    codec = _codec_named(name)
+    fields = _reader_of(name)(header)
+    if fields is None or len(frames) != 1 + len(codec.frames):
+        return None
+    for (frame_name, max_bytes), frame in zip(codec.frames, frames[1:], strict=True):
+        if _size(frame) > max_bytes:
+            return None
+        fields[frame_name] = bytes(frame)
+    made: Any = object.__new__(codec.cls)
+    vars(made).update(fields)
+    try:
+        made.__post_init__()
+    except ValueError:
+        return None
+    vars(made)[_HEADER] = header
+    return made  # type: ignore[no-any-return]  # a message of this class
 
 
 def pack(plain: Any) -> bytes:
@@ -158,6 +209,12 @@ def _codec_named(name: str) -> _Codec:
     return _Codec(name, cls, TypeAdapter(cls), frames, names, _lengths(cls))
 
 
+@functools.cache
+def _reader_of(name: str) -> Reader:
+    codec = _codec_named(name)
+    return reader_of(codec.cls, without=frozenset(codec.frame_names))
+
+
 def _class_named(name: str) -> type[Message]:
     cls = MESSAGES.get(name)
     if cls is None:
@@ -189,17 +246,17 @@ def _lengths(cls: type[Message]) -> dict[str, int | None]:
 
 def _header_of(message: Message, codec: _Codec) -> bytes:
     packed: dict[str, bytes] = vars(message).get(_PACKED, {})
-    fields = codec.adapter.dump_python(message, exclude=codec.frame_names | packed.keys())
-    if not packed:
-        return pack([codec.name, fields])
-    packer = msgpack.Packer()
-    pieces = [packer.pack_array_header(2), pack(codec.name)]
-    pieces.append(packer.pack_map_header(len(fields) + len(packed)))
-    for name, value in fields.items():
-        pieces += pack(name), pack(value)
-    for name, value in packed.items():
-        pieces += pack(name), value
-    return b"".join(pieces)
+    fields: Any = message
+    if packed or codec.frames:
+        fields = {
+            name: msgspec.Raw(packed[name]) if name in packed else getattr(message, name)
+            for name in codec.lengths
+            if name not in codec.frame_names
+        }
+    try:
+        return _ENCODER.encode((codec.name, fields))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise LocalProtocolError(f"{codec.name} cannot be packed: {error}") from error
 
 
 def _packed_field(header: bytes, name: str) -> bytes:

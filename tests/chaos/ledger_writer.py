@@ -22,6 +22,7 @@ import contextlib
 import os
 import sqlite3
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,11 @@ class Writer:
         await self.ledger.stop()
         self.log.close()
 
-    def _persisted(self, record_id: int) -> None:
-        text, done = self.waiting.pop(record_id)
-        say(f"={text}")
-        done.set()
+    def _persisted(self, record_ids: Sequence[int]) -> None:
+        for record_id in record_ids:
+            text, done = self.waiting.pop(record_id)
+            say(f"={text}")
+            done.set()
 
     def append(self, text: str, record: Record, *, details: str = "") -> asyncio.Event:
         say(f"+{text}{details}")

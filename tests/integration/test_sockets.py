@@ -225,6 +225,26 @@ def test_a_peer_is_known_by_the_name_of_its_key_and_gets_its_reply(tmp_path: Pat
     with_net(scenario, tmp_path)
 
 
+def test_a_turn_is_over_after_the_messages_that_came_together(tmp_path: Path) -> None:
+    async def scenario(net: Net) -> None:
+        turns: list[int] = []
+
+        def on_turn() -> None:
+            if len(net.got) > sum(turns):
+                turns.append(len(net.got) - sum(turns))
+
+        router = await net.router(on_turn=on_turn)
+        dealer = await net.dealer(router, "w-1")
+        sequences = range(1, 201)
+        for sequence in sequences:
+            assert dealer.send(a_heartbeat(sequence))
+        await until(lambda: sum(turns) == len(sequences))
+        assert [message for _, message in net.got] == [a_heartbeat(n) for n in sequences]
+        assert max(turns) <= MESSAGES_PER_TURN
+
+    with_net(scenario, tmp_path)
+
+
 def test_a_plain_peer_on_loopback_is_known_by_its_own_name(tmp_path: Path) -> None:
     async def scenario(net: Net) -> None:
         router = await net.router()

@@ -136,6 +136,9 @@ class Driver(RuleBasedStateMachine):
         self.ending = False
         self.last_hello: tuple[PeerId, LearnerHello] | None = None
         self.orders: list[OrderAudit] = []
+        self.turn: list[tuple[Event | None, list[Effect]]] = []
+        self.turn_left = 0
+        """So many events more are taken before the turn is settled."""
 
     def start(self, run_settings: CoordinatorSettings) -> None:
         self.run_settings = run_settings
@@ -146,15 +149,25 @@ class Driver(RuleBasedStateMachine):
     def feed(self, event: Event) -> None:
         before = self.frozen()
         try:
-            effects = self.core.handle(event, self.now + self.offset)
+            self.turn.append((event, self.core.take(event, self.now + self.offset)))
         except RemoteProtocolError as error:
             if not self.ending:
                 note(f"refused: {error}")
             assert self.frozen() == before, "a refused message changed something"
+        if self.turn_left > 0 and not self.ending:
+            self.turn_left -= 1
+        else:
+            self.end_turn()
+
+    def end_turn(self) -> None:
+        turn, self.turn, self.turn_left = self.turn, [], 0
+        if not turn:
             return
-        self.checker.observe(event, effects, self.core.state)
-        for effect in effects:
-            self.carry_out(effect)
+        turn.append((None, self.core.settle()))
+        self.checker.observe(turn, self.core.state)
+        for _, effects in turn:
+            for effect in effects:
+                self.carry_out(effect)
 
     def frozen(self) -> Any:
         state = self.core.state

@@ -109,6 +109,11 @@ class Coordinator(Driver):
     def the_run_goes_on_but_for(self, left_out: str) -> None:
         self.work(set(PARTS) - {left_out})
 
+    @rule(num_events=st.integers(2, 8))
+    def a_turn_has_several_events(self, num_events: int) -> None:
+        """The next events are taken before anything that follows from them is done."""
+        self.turn_left = max(self.turn_left, num_events - 1)
+
     # ------------------------------------------------------------------------- workers
 
     @rule(peer=workers, slots=st.integers(1, 3))
@@ -356,6 +361,7 @@ class Coordinator(Driver):
         if not hasattr(self, "core") or not self.running():
             return
         self.ending = True
+        self.end_turn()
         for peer in WORKERS:
             self.the_operator_pardons(peer)
         self.persist_all()

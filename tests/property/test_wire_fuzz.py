@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from echo2 import wire
 from echo2.errors import RemoteProtocolError
 from echo2.messages import MESSAGES, BatchGroup, Frame, GroupResult, Lane, Message, Role
-from echo2.types import Span, TrajectoryHeader, Version
+from echo2.types import GroupId, LeaseId, Span, TrajectoryHeader, Version
 
 from ..security.decoder_target import decodes_or_is_refused
 from ..security.mutator import Mutator
@@ -222,6 +222,93 @@ def test_a_valid_message_with_several_things_changed_is_refused_or_valid(
     for _ in range(num_changes):
         frames = MUTATOR.mutate(frames)
     decodes_or_is_refused(frames, route)
+
+
+def read_both_ways(frames: list[bytes]) -> Message | None:
+    """What `frames` are when they are read in one go, or None; then the steps give the same."""
+    route = {"lane": Lane.ROLLOUTS, "sender": Role.WORKER, "receiver": Role.COORDINATOR}
+    at_once = wire._decode_at_once(frames, **route)  # type: ignore[arg-type]
+    if at_once is not None:
+        in_steps = wire._decode_in_steps(frames, **route)  # type: ignore[arg-type]
+        assert repr(at_once) == repr(in_steps)  # 1 is not True, nor 1.0
+        assert at_once == in_steps
+        assert vars(at_once) == vars(in_steps)
+    return at_once
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@given(of_message("GroupResult"))
+def test_a_valid_group_is_read_in_one_go(message: Message) -> None:
+    assert read_both_ways(wire.encode(message)) == message
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(of_message("GroupResult"), st.data())
+def test_a_group_with_one_value_changed_is_read_in_one_go_as_in_steps(
+    message: Message, data: st.DataObject
+) -> None:
+    header, *raw = wire.encode(message)
+    _, fields = wire.unpack(header, max_bytes=1 << 20)
+    place: Any = fields
+    while True:
+        keys = range(len(place)) if isinstance(place, list) else sorted(place)
+        key = data.draw(st.sampled_from(keys))
+        if not isinstance(place[key], dict | list) or data.draw(st.integers(0, 3)) == 0:
+            break
+        place = place[key]
+    number = st.sampled_from((True, -1, 0, 1, 1.0, 2**20 + 1, 2**31 + 1, 2**64 - 1, 1e31))
+    near = st.sampled_from(("", "stop", "stop\n", "a" * 65, b"stop", None, float("nan"), -0.0))
+    match data.draw(st.sampled_from(("set", "drop", "add"))):
+        case "set":
+            place[key] = data.draw(number | near | PLAIN)
+        case "drop":
+            del place[key]
+        case "add" if isinstance(place, dict):
+            place["more"] = data.draw(PLAIN)
+        case _:
+            place.append(data.draw(st.sampled_from(place) | PLAIN))
+    read_both_ways([wire.pack(["GroupResult", fields]), *raw])
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(of_message("GroupResult"), st.randoms(use_true_random=False), st.integers(1, 3))
+def test_a_group_that_was_changed_is_read_in_one_go_as_in_steps(
+    message: Message, rng: random.Random, num_changes: int
+) -> None:
+    MUTATOR.rng = rng
+    frames = wire.encode(message)
+    for _ in range(num_changes):
+        frames = MUTATOR.mutate(frames)
+    read_both_ways(frames)
+
+
+@pytest.mark.parametrize(
+    ("bytes_before", "bytes_after"),
+    [
+        (b"\xa4step\x02", b"\xa4step\xd0\x02"),  # a number in more bytes than it needs
+        (b"\xa4step\x02", b"\xa4step\xc3"),  # true
+        (b"\x82\xabincarnation", b"\x83\xa4more\x01\xabincarnation"),  # an unknown key, within
+        (b"\x82\xabincarnation", b"\x83\xa4step\x01\xabincarnation"),  # a key twice
+        (b"\x86\xa5lease", b"\x87\xa5group\xa1x\xa5lease"),
+    ],
+)
+def test_a_header_in_another_form_than_ours_is_read_in_steps(
+    bytes_before: bytes, bytes_after: bytes
+) -> None:
+    spans = (Span(Version(1, 2), 0, 1),)
+    header = TrajectoryHeader(
+        length=1, prompt_length=0, num_sampled=1, reward=0.5, finish="stop", num_turns=1,
+        spans=spans,
+    )  # fmt: skip
+    message = GroupResult(
+        lease=LeaseId("l"), group=GroupId("g"), attempt=1, trajectories=(header,),
+        generate_s=1.0, environment_s=0.0,
+        token_ids=bytes(4), logprobs=bytes(4), loss_mask=bytes(1),
+    )  # fmt: skip
+    first, *raw = wire.encode(message)
+    assert bytes_before in first
+    assert read_both_ways([first, *raw]) == message
+    assert read_both_ways([first.replace(bytes_before, bytes_after), *raw]) is None
 
 
 @settings(max_examples=100, deadline=None)

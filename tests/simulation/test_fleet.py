@@ -168,11 +168,10 @@ def test_what_a_late_group_costs_is_what_the_policy_says(late: str) -> None:
 def test_with_s_0_exactly_r_groups_are_leased_for_each_step_and_then_it_waits() -> None:
     scenario = a_fleet("wait", staleness_max=0)
     simulation = Simulation(scenario)
-    handle = simulation.core.handle
+    take, settle = simulation.core.take, simulation.core.settle
     leased: list[int] = [0]
 
-    def watched(event, now):  # type: ignore[no-untyped-def]
-        effects = handle(event, now)
+    def watched(effects):  # type: ignore[no-untyped-def]
         for effect in effects:
             if isinstance(effect, Send) and isinstance(effect.message, LeaseGranted):
                 leased[-1] += 1
@@ -181,7 +180,8 @@ def test_with_s_0_exactly_r_groups_are_leased_for_each_step_and_then_it_waits() 
                 leased.append(0)
         return effects
 
-    simulation.core.handle = watched  # type: ignore[method-assign]
+    simulation.core.take = lambda event, now: watched(take(event, now))  # type: ignore[method-assign]
+    simulation.core.settle = lambda: watched(settle())  # type: ignore[method-assign]
     outcome = simulation.run()
     assert outcome.finished
     assert set(outcome.staleness) == {0}

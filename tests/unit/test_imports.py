@@ -18,10 +18,10 @@ HEAVY = {"torch", "transformers", "vllm", "safetensors"}
 SLOW_FOR_HELP = HEAVY | {"zmq", "aiohttp", "pydantic", "numpy", "prometheus_client", "uvloop"}
 NOT_IN_CORE = HEAVY | {
     "aiohttp", "asyncio", "concurrent", "datetime", "fcntl", "http", "io", "logging",
-    "multiprocessing", "mmap", "msgpack", "numpy", "os", "pathlib", "pickle", "prometheus_client",
-    "queue", "random", "rich", "secrets", "select", "selectors", "shutil", "signal", "socket",
-    "sqlite3", "ssl", "structlog", "subprocess", "sys", "tempfile", "threading", "time", "typer",
-    "urllib", "uuid", "uvloop", "zmq",
+    "multiprocessing", "mmap", "msgpack", "msgspec", "numpy", "os", "pathlib", "pickle",
+    "prometheus_client", "queue", "random", "rich", "secrets", "select", "selectors", "shutil",
+    "signal", "socket", "sqlite3", "ssl", "structlog", "subprocess", "sys", "tempfile",
+    "threading", "time", "typer", "urllib", "uuid", "uvloop", "zmq",
 }  # fmt: skip
 CORE_MAY_USE_OF_ECHO2 = {"core", "errors", "messages", "types"}
 

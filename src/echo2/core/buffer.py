@@ -37,9 +37,12 @@ class GroupBook:
     # ------------------------------------------------------------------ reading
 
     def expiry(self, group: Group) -> int:
-        """The last v at which the group may be trained, of what it is held for now."""
+        """The last v at which the group may be trained, of what it is held for now. While its
+        result is being made durable, of the lease that it ended, if that expires earlier."""
         if group.result is not None:
             sampled = group.result.min_version.step
+            if group.ended_step is not None:
+                sampled = min(sampled, group.ended_step)
         elif group.lease is not None:
             sampled = group.lease.version.step
         else:
@@ -120,14 +123,26 @@ class GroupBook:
         self._enter_lease(group, lease)
 
     def store(self, group: Group, result: StoredResult, record_id: int) -> Lease | None:
-        """A result is being made durable. Returns the live lease that it ended, if any."""
+        """A result is being made durable, or nothing is recorded of it (`record_id` 0). Returns
+        the live lease that it ended, if any."""
         self._leave(group)
         group.move(GroupState.STORING)
         lease = self._end_lease(group)
         group.result = result
         group.record_id = record_id
+        if lease is not None and record_id:
+            group.ended_step = lease.version.step
         self._enter(group)
         return lease
+
+    def note_durable(self, group: Group) -> bool:
+        """The result is on the disk: the place of the lease that it ended is free. Whether that
+        is another one than the result's own."""
+        before = self.expiry(group)
+        self._leave(group)
+        group.ended_step = None
+        self._enter(group)
+        return self.expiry(group) != before
 
     def await_audit(self, group: Group) -> None:
         """Durable, and not to be trained before its verdict."""
@@ -155,7 +170,7 @@ class GroupBook:
         group.move(GroupState.QUEUED)
         lease = self._end_lease(group)
         group.result = None
-        group.record_id = None
+        group.record_id = group.ended_step = None
         group.audited = False
         group.last_reason = reason
         if group.awaits_task:
@@ -169,6 +184,7 @@ class GroupBook:
         """The group leaves the book. Returns the live lease that it ended, if any."""
         self._leave(group)
         group.move(GroupState.ENDED)
+        group.ended_step = None
         lease = self._end_lease(group)
         self.awaiting.discard(group.task.index)
         del self.groups[group.id]

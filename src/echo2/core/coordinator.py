@@ -3,6 +3,12 @@
 Promise: every decision about versions, groups, leases and money is made here or in the
 modules that this one calls, at an explicit `now`, and leaves as effects. An event that the
 protocol forbids raises RemoteProtocolError before anything changes.
+
+Events that come together may be taken one after the other, and settled once:
+
+    take(event, now) -> its own effects    take(event, now) -> ...    settle() -> what follows
+
+`handle` is that for one event alone. Effects are carried out in the order in which they came out.
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ from echo2.core.events import (
     StopRequested,
     Tick,
 )
-from echo2.core.group import Group, GroupState
+from echo2.core.group import Group
 from echo2.core.learner_desk import LearnerDesk
 from echo2.core.records import (
     GroupStored,
@@ -103,36 +109,38 @@ class CoordinatorState:
             EvalRequest: self.learner.eval_request,
         }
         self.started_at: float | None = None
-        self._only_buffered = False
+        self._unsettled = self._may_lease = self._only_buffered = False
         self._watchdog = Watchdog()
         self._watched_at = 0.0
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take one event at `now` (seconds, monotonic; a step back is read as no step)."""
+        """Take one event, and settle."""
+        return [*self.take(event, now), *self.settle()]
+
+    def take(self, event: Event, now: float) -> list[Effect]:
+        """Take one event at `now` (seconds, monotonic; a step back is read as no step). Returns
+        its own effects; `settle` follows, now or after the events that came with it."""
         state = self.state
         state.now = max(state.now, now)
         if self.started_at is None:
             self._start()
         if state.finished is None:
-            match event:
-                case Received(peer, message, key):
-                    state.verified_key = key
-                    self._received(peer, message)
-                case Persisted(record_id):
-                    self._persisted(record_id)
-                case Tick():
-                    self._tick()
-                case RelayProbed():
-                    self.workers.relays.probed(event)
-                case KeyRevoked(peer):
-                    self._revoked(peer)
-                case PardonRequested(peer):
-                    self.audits.pardon(peer)
-                case StopRequested(reason):
-                    state.finish(ok=True, finished=False, reason=reason)
+            self._take(event)
             if not _only_informs(event):
-                self._settle()
-        effects, state.effects = state.effects, []
+                self._unsettled = True
+                self._may_lease |= not self._only_buffered
+        return self._effects()
+
+    def settle(self) -> list[Effect]:
+        """What became possible by the events since the last time? Not asked after heartbeats and
+        news of relays: those change nothing that the next tick would not see."""
+        if self._unsettled and self.state.finished is None:
+            self._settle()
+        self._unsettled = self._may_lease = False
+        return self._effects()
+
+    def _effects(self) -> list[Effect]:
+        effects, self.state.effects = self.state.effects, []
         return effects
 
     # ---------------------------------------------------------------------- events
@@ -153,6 +161,25 @@ class CoordinatorState:
         state.begin()
         self.workers.judge_restored()
         state.expire_late()
+
+    def _take(self, event: Event) -> None:
+        self._only_buffered = False
+        match event:
+            case Received(peer, message, key):
+                self.state.verified_key = key
+                self._received(peer, message)
+            case Persisted(record_id):
+                self._persisted(record_id)
+            case Tick():
+                self._tick()
+            case RelayProbed():
+                self.workers.relays.probed(event)
+            case KeyRevoked(peer):
+                self._revoked(peer)
+            case PardonRequested(peer):
+                self.audits.pardon(peer)
+            case StopRequested(reason):
+                self.state.finish(ok=True, finished=False, reason=reason)
 
     def _received(self, peer: PeerId, message: Message) -> None:
         handler = self._handlers.get(type(message))
@@ -192,8 +219,7 @@ class CoordinatorState:
         match record:
             case GroupStored():
                 assert isinstance(context, Group)
-                self.workers.stored(record_id, record, context)
-                self._only_buffered = context.state in (GroupState.BUFFERED, GroupState.AUDITING)
+                self._only_buffered = self.workers.stored(record_id, record, context)
             case StepRecorded():
                 self.learner.batches.step_durable(record_id)
             case LearnerRecorded():
@@ -204,16 +230,11 @@ class CoordinatorState:
                 pass  # nothing waits for a checkpoint's record
 
     def _settle(self) -> None:
-        """What became possible? Not asked after heartbeats and news of relays: those change
-        nothing that the next tick would not see. A group that was only buffered makes no lease
-        possible."""
-        if self.state.finished is not None:
-            return
-        step, only_buffered = self.state.next_step, self._only_buffered
-        self._only_buffered = False
+        """Groups that were only buffered make no lease possible."""
+        step = self.state.next_step
         self.audits.dispatch()
         self.learner.batches.try_batch()
-        if only_buffered and self.state.next_step == step:
+        if not self._may_lease and self.state.next_step == step:
             return
         if not self.learner.batches.is_over_budget:
             self.dispatcher.request_tasks()

@@ -23,6 +23,8 @@ End = Literal["trained", "expired", "failed", "filtered", "cancelled"]
 
 
 class GroupState(enum.Enum):
+    __hash__ = object.__hash__  # there is one of each; an enum's own hash is Python, and slow
+
     QUEUED = "queued"
     LEASED = "leased"
     STORING = "storing"
@@ -128,7 +130,9 @@ class Group:
     of one may still come first. `avoid`: the worker that lost it last. `begun`: something is
     recorded of it, so it must end before the run does. `audited`: its result has its verdict, or
     needs none. `awaits_task`: it is leased from before
-    a restart, and its task is not here again yet; `early`: its result, if that came first."""
+    a restart, and its task is not here again yet; `early`: its result, if that came first.
+    `ended_step`: step of the version of the live lease that its result ended, while that is not
+    durable: a restart would bring the lease back, so the group keeps the lease's place."""
 
     id: GroupId
     task: Task
@@ -144,6 +148,7 @@ class Group:
     audited: bool = False
     awaits_task: bool = False
     early: tuple[PeerId, GroupResult] | None = None
+    ended_step: int | None = None
 
     def move(self, state: GroupState) -> None:
         if state not in TRANSITIONS[self.state]:

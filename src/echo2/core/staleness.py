@@ -49,16 +49,16 @@ def pacing_verdict(
     """May one more group with `new_expiry` be held (leased or buffered)?
 
     For every e ≥ f the groups held with expiry ≤ e must afterwards number at most
-    R·(e − f + 1): that many batches are formed up to version e, so each finds its place.
+    R·(e − f + 1): that many batches are formed up to version e, so each finds its place. Where no
+    group expires there is only more room, so that those e need not be looked at.
     """
     if new_expiry < next_step:
         return Verdict(
             ok=False,
             reason=f"expiry {new_expiry} is before the next batch, trained at {next_step}",
         )
-    last = max([new_expiry, *held_by_expiry])
-    total = sum(count for expiry, count in held_by_expiry.items() if expiry < next_step)
-    for expiry in range(next_step, last + 1):
+    total = 0
+    for expiry in sorted({new_expiry, *held_by_expiry}):
         total += held_by_expiry.get(expiry, 0)
         held = total + (1 if new_expiry <= expiry else 0)
         room = groups_per_step * (expiry - next_step + 1)

@@ -443,18 +443,21 @@ class WorkerDesk:
         state.note_settled(lease.id)
         self._acknowledge(peer, message, "accepted")
 
-    def stored(self, record_id: int, record: GroupStored, group: Group) -> None:
-        """The result is durable: acknowledge it, and let it into the buffer."""
+    def stored(self, record_id: int, record: GroupStored, group: Group) -> bool:
+        """The result is durable: acknowledge it, and let it into the buffer. Whether that is all:
+        then no lease became possible."""
         state = self.state
         message = record.payload
         assert isinstance(message, GroupResult)
         if group.state is not GroupState.STORING or group.record_id != record_id:
             reason = group.last_reason or "the learner was rewound"
             self._acknowledge(record.worker, message, "superseded", reason)
-            return
+            return False
         state.note_settled(record.lease)
         self._acknowledge(record.worker, message, "accepted")
+        frees_a_place = state.book.note_durable(group)
         settle(state, group)
+        return not frees_a_place and group.state in (GroupState.BUFFERED, GroupState.AUDITING)
 
     def judge_restored(self) -> None:
         """Of what an earlier coordinator had acknowledged, end what cannot be trained any more,

@@ -3,7 +3,7 @@
     append(record) --> queue --> one thread: payloads written, fdatasync
                                              events.jsonl as it is, fdatasync
                                              facts applied, COMMIT
-                                 --> on_persisted(record_id), in the order of appending
+                                 --> on_persisted(record_ids), in the order of appending
 
 The thread takes all that has come while it was busy into one commit, so that a thousand groups
 a second cost a few dozen waits for the disk. Nothing is answered before it is on the disk; an
@@ -20,7 +20,7 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -76,7 +76,7 @@ class DurableLedger:
         self._database: Database | None = None
         self._queue: queue.SimpleQueue[_Entry] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._on_persisted: Callable[[int], None] = lambda _: None
+        self._on_persisted: Callable[[Sequence[int]], None] = lambda _: None
         self._num_ended = 0
         self._events = -1
         self._failed: asyncio.Future[None] | None = None
@@ -102,8 +102,8 @@ class DurableLedger:
             return None
         return found.with_groups(map(self._read_group, database.stored()))
 
-    async def start(self, on_persisted: Callable[[int], None]) -> None:
-        """Take records, and tell of each once it is on the disk. OSError for a folder that
+    async def start(self, on_persisted: Callable[[Sequence[int]], None]) -> None:
+        """Take records, and tell of those that a commit put on the disk. OSError for a folder that
         cannot be used."""
         self._open()
         self._events = os.open(self._run_dir / EVENTS, os.O_RDONLY | os.O_CREAT, 0o666)
@@ -174,8 +174,7 @@ class DurableLedger:
             loop.call_soon_threadsafe(_fail, failed, problem)
 
     def _tell(self, record_ids: list[int]) -> None:
-        for record_id in record_ids:
-            self._on_persisted(record_id)
+        self._on_persisted(record_ids)
 
     def _next_batch(self) -> list[tuple[int, Record] | _Observed]:
         """All that waits, at least one, and what comes within GATHER_S; empty at the end."""

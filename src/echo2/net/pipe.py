@@ -248,7 +248,7 @@ async def spawn(
             process = await _start(
                 module, args, env=env, log_path=log_path, end=theirs, python=str(python)
             )
-        except BaseException:
+        except BaseException:  # also when it is cancelled: nobody else knows of the socket
             await pipe.close()
             raise
     return ChildProcess(process, pipe, name=module)

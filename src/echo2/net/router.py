@@ -4,12 +4,13 @@ Every message is checked before anyone sees it: its sender is the name of a key 
 the allow-list now (User-Id of the message, never the routing id), and its content is a
 message that this peer may send here. The rest is refused and counted by reason; no input
 stops the router. A peer that costs more than its budget is not read (`net.peer_budget`), and
-that is counted as "flood". `on_message` runs on the event loop and does not wait; an exception
-out of it is our own bug: it is logged, stops the router, and is raised by `wait` and `stop`.
+that is counted as "flood". `on_message` runs on the event loop and does not wait, and so does
+`on_turn`, when all messages that came together were given; an exception out of them is our own
+bug: it is logged, stops the router, and is raised by `wait` and `stop`.
 
 One task owns the socket:
 
-    receive a bounded number -> on_message each -> send a bounded number -> yield -> again
+    receive a bounded number -> on_message each -> on_turn -> send as many -> yield -> again
 
 so a flood from one peer delays the loop by one turn only. What is sent waits in a queue per
 peer, bounded in bytes: a slow peer fills its own and no other. A peer that cannot be reached
@@ -108,6 +109,7 @@ class Router:
         bind: str,
         keys: KeyPair | None,
         on_message: Callable[[PeerId, Message], None],
+        on_turn: Callable[[], None] | None = None,
         on_refused: Callable[[PeerId | None, ProtocolError], None] | None = None,
         on_peer: Callable[[PeerId], None] | None = None,
         on_gone: Callable[[PeerId], None] | None = None,
@@ -132,6 +134,7 @@ class Router:
         self._bind = bind
         self._keys = keys
         self._on_message = on_message
+        self._on_turn = on_turn
         self._on_refused = on_refused
         self._on_peer = on_peer
         self._on_gone = on_gone
@@ -259,6 +262,8 @@ class Router:
             while True:
                 self._forget_revoked()
                 can_receive = not self._stopping and self._receive_turn(socket)
+                if self._on_turn is not None:
+                    self._on_turn()
                 num_sent = 0
                 if self._queued:
                     num_sent = self._send_turn(socket)
@@ -318,9 +323,10 @@ class Router:
         """Take in what is there, up to a bound; whether there may be more."""
         num_messages = num_bytes = 0
         while num_messages < MESSAGES_PER_TURN and num_bytes < BYTES_PER_TURN:
-            if not is_ready(socket):
-                return False
-            frames = receive_frames(socket)
+            try:
+                frames = receive_frames(socket)
+            except zmq.Again:
+                return is_ready(socket)
             num_messages += 1
             num_bytes += sum(map(len, frames))
             self._take(frames)

@@ -108,6 +108,7 @@ class Chaos:
             network=_without(NETWORK, self.without),
             faults=_without(faults, self.without),
             persist_s=persist_s,
+            turn_s=Random(f"turns of {self.seed}").choice((0.0, 0.02, 0.2)),
             patience_s=4000.0,
         )
 

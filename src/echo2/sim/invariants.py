@@ -1,13 +1,13 @@
 """The promises, checked after every event against books of our own.
 
-`Invariants.observe(event, effects)` reads what went into the core and what came out, and
+`Invariants.observe([(event, effects), ...])` reads what went into the core and what came out, and
 raises `Violation` at the first thing that breaks a promise. Of the core's own state it looks
 only at the sizes of what it keeps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from echo2.core.effects import (
@@ -82,19 +82,25 @@ class Invariants:
             "run_finished": self._run_finished,
         }
 
-    def observe(self, event: Event, effects: list[Effect], state: RunState) -> None:
-        """One event was handled; `state` is the core's, for its sizes alone."""
-        self.num_checked += 1
-        self.moment.event, self.moment.record = event, None
-        self._before(event)
-        for effect in effects:
-            if isinstance(effect, Send):
-                check = self._sends.get(type(effect.message))
-                if check is not None:
-                    check(effect.peer, effect.message)
-            else:
-                self._effects[type(effect)](effect)
+    def observe(self, turn: Sequence[tuple[Event | None, list[Effect]]], state: RunState) -> None:
+        """Events were taken, each with its own effects, and settled (None, with the effects of
+        that); `state` is the core's, for its sizes alone."""
+        for event, effects in turn:
+            self.num_checked += event is not None
+            self.moment.event, self.moment.record = event, None
+            if event is not None:
+                self._before(event)
+            for effect in effects:
+                self._follow(effect)
         self._after(state)
+
+    def _follow(self, effect: Effect) -> None:
+        if isinstance(effect, Send):
+            check = self._sends.get(type(effect.message))
+            if check is not None:
+                check(effect.peer, effect.message)
+        else:
+            self._effects[type(effect)](effect)
 
     def coordinator_restarted(self, state: RunState, committed: int) -> None:
         """Its memory is gone, but for what the ledger says: every group that it acknowledged

@@ -119,6 +119,7 @@ class Scenario:
     network: NetworkModel = field(default_factory=NetworkModel)
     faults: Faults = field(default_factory=Faults)
     persist_s: float = 0.005
+    turn_s: float = 0.0
     tick_s: float = 0.25
     patience_s: float = 4000.0
     steps_after: int | None = None
@@ -226,6 +227,7 @@ def faulty_fleet(seed: int) -> Scenario:
         network=_a_network(rng),
         faults=_some_faults(rng),
         persist_s=rng.choice((0.0, 0.01, 0.5)),
+        turn_s=Random(f"turns of {seed}").choice((0.0, 0.05, 0.5)),
         patience_s=_patience_s(settings, workers, learner),
     )
 

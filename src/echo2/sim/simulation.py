@@ -2,8 +2,8 @@
 
 Promise: what `run` does follows from the scenario alone; after every event the promises are
 checked (`Invariants`), and a run that does not end in bounded virtual time is a violation.
-The shell here does what the coordinator's shell does: it hands events in, carries effects
-out, refuses what the protocol forbids, and decides nothing.
+The shell here does what the coordinator's shell does: it hands events in, alone or several in one
+turn, carries effects out, refuses what the protocol forbids, and decides nothing.
 """
 
 from __future__ import annotations
@@ -69,6 +69,9 @@ class Simulation:
         self.calm = scenario.faults.until_s <= 0
         self.finish: Finish | None = None
         self._rng = Random(f"world {scenario.seed}")
+        self._turn: list[tuple[Event | None, list[Effect]]] = []
+        """Events that were taken and are not settled yet, each with its effects."""
+        self._turns = Random(f"turns {scenario.seed}")
         self._spawned = 0
         self._epoch = 0
         self._persisting: list[int] = []
@@ -208,6 +211,7 @@ class Simulation:
         self.core = CoordinatorState(settings, restored)
         self.invariants.coordinator_restarted(self.core.state, self._committed)
         self._persisting.clear()
+        self._turn = []
         self._committed = 0
         self._crash = ""
 
@@ -252,13 +256,34 @@ class Simulation:
         if not _is_routine(event):
             self.trace.append((self.timeline.now, event))
         try:
-            effects = self.core.handle(event, now)
+            self._turn.append((event, self.core.take(event, now)))
         except RemoteProtocolError as error:
             assert isinstance(event, Received)
             self.outcome.refused[error.reason] += 1
             refusal = Refused(reason=error.reason, text=str(error)[:2048], fatal=False)
-            self._send_out(event.peer, refusal.LANE, refusal)
+            self._turn.append((None, [Send(event.peer, refusal)]))
+        if not self._turn_goes_on(event):
+            self._end_turn()
+
+    def _turn_goes_on(self, event: Event) -> bool:
+        """Messages that wait together are taken in one turn, and so are records of one commit."""
+        turn_s = self.scenario.turn_s
+        if not turn_s or not isinstance(event, Received | Persisted) or self._turns.random() < 0.2:
+            return False
+        if len(self._turn) == 1:
+            self.timeline.after(turn_s * self._turns.random(), self._end_this_turn, self._turn)
+        return True
+
+    def _end_this_turn(self, turn: list[tuple[Event | None, list[Effect]]]) -> None:
+        if turn is self._turn:  # no other event has ended it, and no crash
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        turn, self._turn = self._turn, []
+        if not turn or self.finish is not None:
             return
+        turn.append((None, self.core.settle()))
+        effects = [effect for _, those in turn for effect in those]
         finishes = any(isinstance(effect, Finish) for effect in effects)
         crash = self._crash if effects and not finishes else ""
         if crash == "before":
@@ -266,12 +291,16 @@ class Simulation:
             return
         if crash == "between":
             rest = [effect for effect in effects if not isinstance(effect, Emit)]
-            done = rest[: self._rng.randint(0, len(rest))]
-            effects = [e for e in effects if isinstance(e, Emit) or any(e is d for d in done)]
+            done = {id(effect) for effect in rest[: self._rng.randint(0, len(rest))]}
+            turn = [
+                (event, [e for e in those if isinstance(e, Emit) or id(e) in done])
+                for event, those in turn
+            ]
         # As the service does: what happened is written first, then come what follows from it.
-        for effect in sorted(effects, key=lambda effect: not isinstance(effect, Emit)):
-            self._carry_out(effect)
-        self.invariants.observe(event, effects, self.core.state)
+        for _, those in turn:
+            for effect in sorted(those, key=lambda effect: not isinstance(effect, Emit)):
+                self._carry_out(effect)
+        self.invariants.observe(turn, self.core.state)
         if crash:
             self.restart_coordinator()
 

@@ -53,7 +53,7 @@ def test_a_leased_group_is_held_and_out() -> None:
     assert book.leases_of(PeerId("w-2")) == []
 
 
-def test_a_group_that_is_being_stored_is_out_still_under_its_oldest_token() -> None:
+def test_a_group_that_is_being_stored_keeps_the_place_of_its_lease_until_it_is_durable() -> None:
     book = a_book()
     group = leased(book, version=V0)
     lease = book.store(group, a_stored_result(V1, V2), 7)
@@ -62,7 +62,17 @@ def test_a_group_that_is_being_stored_is_out_still_under_its_oldest_token() -> N
     assert group.record_id == 7
     assert not book.leases
     assert not book.leases_by_worker
+    assert (dict(book.held_by_expiry), dict(book.leased_by_expiry)) == ({2: 1}, {2: 1})
+    assert book.note_durable(group), "a place by 2 is free"
     assert (dict(book.held_by_expiry), dict(book.leased_by_expiry)) == ({3: 1}, {3: 1})
+    assert not book.note_durable(group)
+
+
+def test_a_result_that_is_not_recorded_has_a_place_of_its_own_at_once() -> None:
+    book = a_book()
+    group = leased(book, version=V0)
+    book.store(group, a_stored_result(V1, V2), 0)
+    assert dict(book.held_by_expiry) == {3: 1}
 
 
 def test_a_queued_group_may_be_stored_from_a_late_result() -> None:

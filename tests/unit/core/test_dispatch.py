@@ -19,7 +19,7 @@ from echo2.core.dispatch import (
 )
 from echo2.core.membership import Worker
 from echo2.core.worker_desk import REST_S
-from echo2.messages import BatchGranted, LeaseGranted, TasksWanted
+from echo2.messages import BatchGranted, Draining, LeaseGranted, TasksWanted
 from echo2.types import PeerId, Sampling
 
 V0, V1 = a_version(0), a_version(1)
@@ -162,6 +162,26 @@ def test_pacing_names_its_reason() -> None:
     scene.wants_batch()
     assert scene.state.book.num_held == 1
     assert scene.reason() == ("2 groups would expire by version 1, and the batches 1 to 1 train 1")
+
+
+def test_the_place_of_a_lease_is_given_to_another_only_when_its_result_is_durable() -> None:
+    """A coordinator that is killed before brings the lease back."""
+    scene = a_running_scene(slots=3, groups_per_step=1, staleness_max=2, tasks=3)
+    scene.delivers(scene.leases()[0])
+    scene.trains()
+    scene.publishes(1)
+    scene.worker_joins("w-2", slots=1)
+    scene.installs("w-2", V0)
+    scene.installs("w-1", V1)
+    lease, other = scene.leases("w-1")
+    scene.receive("w-1", Draining(reason="leaves"))
+    scene.tick(1.0)  # nobody waits for w-2's install any more
+    scene.submits(1)
+    assert scene.reason() == "3 groups would expire by version 2, and the batches 1 to 2 train 2"
+    scene.delivers(lease, V1, durable=False)
+    assert scene.leases() == [other]
+    scene.becomes_durable()
+    assert len(scene.leases("w-2")) == 1
 
 
 def test_a_version_whose_groups_would_come_too_late_gets_no_lease() -> None:

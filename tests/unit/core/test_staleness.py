@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from random import Random
+
 import pytest
 
 from echo2.core.staleness import (
@@ -66,6 +69,25 @@ def test_the_last_place_of_a_batch_is_given_and_not_one_more() -> None:
     verdict = pacing({0: 2}, expiry=0)
     assert not verdict
     assert verdict.reason == ("3 groups would expire by version 0, and the batches 0 to 0 train 2")
+
+
+def test_pacing_looks_at_every_version_from_the_next_batch_on() -> None:
+    """As the rule says it, for every e; what is looked at is less."""
+    rng = Random(0)
+    allowed = 0
+    for _ in range(3000):
+        held = {rng.randint(0, 8): rng.randint(1, 6) for _ in range(rng.randint(0, 4))}
+        expiry, next_step, groups = rng.randint(0, 8), rng.randint(0, 4), rng.randint(1, 3)
+        after = Counter(held)
+        after[expiry] += 1
+        fits = expiry >= next_step and all(
+            sum(count for at, count in after.items() if at <= e) <= groups * (e - next_step + 1)
+            for e in range(expiry, 12)
+        )
+        found = pacing(held, expiry=expiry, next_step=next_step, groups=groups)
+        assert bool(found) == fits, (held, expiry, next_step, groups, found.reason)
+        allowed += fits
+    assert 300 < allowed < 2700
 
 
 def test_the_room_grows_with_each_batch_until_expiry() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from echo2.core.records import GroupStored
@@ -59,8 +59,8 @@ class Running:
         self.durable: list[int] = []
         self.news = asyncio.Event()
 
-    def persisted(self, record_id: int) -> None:
-        self.durable.append(record_id)
+    def persisted(self, record_ids: Sequence[int]) -> None:
+        self.durable += record_ids
         self.news.set()
 
     async def until(self, record_id: int) -> None:
