@@ -58,8 +58,8 @@ class Promises:
         self.ends: dict[str, str] = {}
         self.leased: set[str] = set()
 
-    def watch(self, event: Event, effects: list[Effect], state: RunState) -> None:
-        self.invariants.observe(event, effects, state)
+    def watch(self, event: Event | None, effects: list[Effect], state: RunState) -> None:
+        self.invariants.observe([(event, effects)], state)
         for effect in effects:
             if isinstance(effect, Emit) and effect.event == "lease_granted":
                 self.leased.add(effect.fields["group_id"])

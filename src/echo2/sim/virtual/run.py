@@ -50,11 +50,12 @@ TICK_MAX_S: Final = 1.0
 PATIENCE_STEPS: Final = 50.0
 PATIENCE_S: Final = 36_000.0
 
-Watch = Callable[[Event, list[Effect], RunState], None]
+Watch = Callable[[Event | None, list[Effect], RunState], None]
 
 
 class VirtualRun:
-    """`watch` sees every event with what came of it. `core` may be read."""
+    """`watch` sees every event with what came of it, None for one that was refused. `core` may be
+    read."""
 
     def __init__(self, plan: RunPlan, *, watch: Watch | None = None) -> None:
         self.plan = plan
@@ -214,12 +215,13 @@ class VirtualRun:
         if self.finish is not None:
             return
         self.figures.num_events += 1
+        taken: Event | None = event
         try:
             effects = self.core.handle(event, self.timeline.now)
         except RemoteProtocolError as error:
             assert isinstance(event, Received)
             refusal = Refused(reason=error.reason, text=str(error)[:2048], fatal=False)
-            effects = [Send(event.peer, refusal)]
+            taken, effects = None, [Send(event.peer, refusal)]
         told = False
         for effect in effects:
             if isinstance(effect, Emit):
@@ -234,7 +236,7 @@ class VirtualRun:
         for effect in effects:
             self._carry_out(effect, echoes)
         if self._watch is not None:
-            self._watch(event, effects, self.core.state)
+            self._watch(taken, effects, self.core.state)
 
     def _measure_broadcast(self, fields: dict[str, Any]) -> None:
         """T_bcast is the core's own measurement; one that a newer version overtakes has it too."""
