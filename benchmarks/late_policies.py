@@ -28,9 +28,9 @@ import numpy as np
 import echo2
 from echo2.config import config_from_mapping, config_to_toml
 from echo2.core.dispatch import lease_seed
+from echo2.group_lengths import group_tokens
 from echo2.logs import setup_logging
 from echo2.verify import verify_run
-from echo2_workers.engines.null import group_tokens
 
 R, G = 16, 4
 TRAIN_S = 0.5

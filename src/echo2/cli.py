@@ -285,13 +285,37 @@ def verify(
 
 @app.command()
 def simulate(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CONFIG]", help="TOML file with a [simulation], or --chaos."),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", min=1, help="Learner steps; then no hours end the run."),
+    ] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option("--run-dir", metavar="DIR", help="Write the records of the run there."),
+    ] = None,
+    settings: SetOption = None,
+    as_json: JsonOption = False,
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            metavar="echo2|paper",
+            help='"paper": [[simulation.scenarios]] by the equations of the ECHO-2 paper.',
+        ),
+    ] = "echo2",
     chaos: Annotated[
         bool,
         typer.Option("--chaos", help="A storm of faults; every promise is checked at every event."),
     ] = False,
     seed: Annotated[
         int | None,
-        typer.Option("--seed", help="The first; default: 0, or any with --minutes."),
+        typer.Option(
+            "--seed", help="By default run.seed. With --chaos the first: 0, or any with --minutes."
+        ),
     ] = None,
     count: Annotated[
         int | None,
@@ -301,23 +325,62 @@ def simulate(
         float | None, typer.Option("--minutes", min=0, help="No seed begins later than this.")
     ] = None,
     hours: Annotated[
-        float | None, typer.Option("--hours", help="Virtual hours in which faults strike.")
+        float | None,
+        typer.Option(
+            "--hours", help="Virtual hours, by default simulation.hours; --chaos: of faults."
+        ),
     ] = None,
-    workers: Annotated[int, typer.Option("--workers", min=1, help="Simulated workers.")] = 20,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Simulated workers of --chaos.")
+    ] = None,
     without: Annotated[
         list[str] | None,
         typer.Option("--without", metavar="KIND", help="Leave out a kind of fault; repeatable."),
     ] = None,
     jobs: Annotated[
-        int, typer.Option("--jobs", min=1, help="Processes that play side by side.")
-    ] = 1,
+        int | None, typer.Option("--jobs", min=1, help="Processes that play side by side.")
+    ] = None,
 ) -> None:
-    """The coordinator's core and ledger on a virtual clock."""
+    """A whole run on a virtual clock; or the coordinator's core and ledger in a storm (--chaos)."""
+    if bool(config) == chaos:
+        raise typer.BadParameter("give either a CONFIG or --chaos", param_hint="CONFIG")
+    of_chaos = {
+        "--count": count, "--minutes": minutes, "--workers": workers,
+        "--without": without, "--jobs": jobs,
+    }  # fmt: skip
+    of_run = {
+        "--steps": steps, "--run-dir": run_dir, "--set": settings, "--json": as_json or None,
+        "--model": None if model == "echo2" else model,
+    }  # fmt: skip
+    for option, value in (of_run if chaos else of_chaos).items():
+        if value is not None:
+            which = "a CONFIG, not --chaos" if chaos else "--chaos, not a CONFIG"
+            raise typer.BadParameter(f"this goes with {which}", param_hint=option)
     if not chaos:
-        raise typer.BadParameter("give --chaos, the simulation that there is", param_hint="--chaos")
+        if steps is not None and hours is not None:
+            raise typer.BadParameter("give either --hours or --steps", param_hint="--steps")
+        if model not in ("echo2", "paper"):
+            raise typer.BadParameter('allowed is "echo2" or "paper"', param_hint="--model")
+        if model == "paper":
+            for option, value in {**of_run, "--hours": hours, "--seed": seed}.items():
+                if value is not None and option not in ("--set", "--json", "--model"):
+                    raise typer.BadParameter("--model paper plays no run", param_hint=option)
+            call_command("simulate_paper", config, settings or [], as_json=as_json)
+            return
+        call_command(
+            "simulate_run",
+            config,
+            run_dir,
+            settings or [],
+            hours=hours,
+            steps=steps,
+            seed=seed,
+            as_json=as_json,
+        )
+        return
     from itertools import count as counted
 
-    from echo2.sim.chaos import HOURS, fresh_seed
+    from echo2.sim.chaos import HOURS, NUM_WORKERS, fresh_seed
 
     if seed is None:
         seed = 0 if minutes is None else fresh_seed()
@@ -327,9 +390,9 @@ def simulate(
         "simulate",
         counted(seed) if count is None else range(seed, seed + count),
         HOURS if hours is None else hours,
-        workers,
+        NUM_WORKERS if workers is None else workers,
         without or [],
-        jobs=jobs,
+        jobs=jobs or 1,
         minutes=minutes,
     )
 

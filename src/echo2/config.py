@@ -17,6 +17,7 @@ from echo2.config_audit import AuditTable
 from echo2.config_loss import LoraTable, LossTable
 from echo2.config_offers import OFFERS_MAX, OfferTable, PlanTable
 from echo2.config_rules import RULES
+from echo2.config_simulation import SimulationTable
 from echo2.config_table import (
     NonNegative,
     NonNegativeSeconds,
@@ -379,6 +380,7 @@ class Config(Table):
     cost: CostTable = CostTable()
     plan: PlanTable = PlanTable()
     offers: list[OfferTable] = Field(default_factory=list, max_length=OFFERS_MAX)
+    simulation: SimulationTable = SimulationTable()
     log: LogTable = LogTable()
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from echo2.config_audit import audit_problem
 from echo2.config_offers import offer_names_problem, offer_rates_problem, plan_range_problem
+from echo2.config_simulation import simulation_problem
 from echo2.config_vllm import engine_args_problem, stop_problem
 from echo2.messages import GROUP_FRAME_MAX_BYTES
 from echo2.types import TOKENS_MAX
@@ -371,5 +372,6 @@ RULES: Final = (
     Rule("offers", ("offers",), offer_names_problem),
     Rule("offers", ("offers",), offer_rates_problem),
     Rule("plan.staleness_min", ("plan.staleness_min", "plan.staleness_max"), plan_range_problem),
+    Rule("simulation.workers", ("simulation.workers",), simulation_problem),
     Rule("dispatch.stall_s", ("dispatch.stall_s", "heartbeat.interval_s"), _stall),
 )

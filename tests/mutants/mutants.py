@@ -39,6 +39,7 @@ MUTANTS = (
         "staleness.py",
         "if expiry >= new_expiry and held > room:",
         "if expiry == new_expiry and held > room:",
+        scenario="silent",
     ),
     Mutant(
         "the hold lets one batch overtake",

@@ -68,6 +68,7 @@ def facts(config: Config, folder: Path) -> list[Fact]:
         *_network(config, folder),
         *_money(config),
         *_offers(config),
+        *_simulation(config),
         Fact("run_folder", str(folder), str(folder)),
     ]
 
@@ -247,6 +248,23 @@ def _audit(c: Config) -> list[Fact]:
             "audit",
             {"share": audit.share, "workers": list(audit.workers), "action": audit.action},
             f"{rewards}; a worker is {then} after {' or '.join(texts)}",
+        )
+    ]
+
+
+def _simulation(c: Config) -> list[Fact]:
+    table = c.simulation
+    if not table.workers:
+        return []
+    count = sum(kind.count for kind in table.workers)
+    per_h = sum(kind.count * kind.price_usd_per_h for kind in table.workers)
+    return [
+        Fact(
+            "simulated_workers",
+            count,
+            f"echo2 simulate plays {count} workers of {len(table.workers)} kinds for "
+            f"{table.hours:g} hours at most; with the learner they cost "
+            f"${per_h + c.cost.learner_usd_per_h:g} per hour while all are there",
         )
     ]
 

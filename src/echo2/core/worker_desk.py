@@ -243,6 +243,9 @@ class WorkerDesk:
         if first:
             state.emit("worker_ready", worker=peer)
         self.relays.installed(peer, message)
+        newest = state.lineage.newest
+        if newest in state.announcements and newest is not None and message.version < newest:
+            state.announce(newest, [peer])  # now with the deltas that lead on from here
 
     def _tell_installed(self, peer: PeerId, message: VersionInstalled) -> None:
         self.state.emit(

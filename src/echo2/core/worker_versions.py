@@ -24,6 +24,8 @@ NEVER_SENT = 1 << 62
 """Above the number of any heartbeat."""
 KEEP_FETCH_ABOVE = 0.5
 """A fetch with a larger share of its bytes here ends before a newer one begins."""
+SUPERSEDED_MAX = 1
+"""So many fetches are given up for a newer version until one is done."""
 
 
 def backoff_s(failures: int, *, longest_s: float = 30.0) -> float:
@@ -54,6 +56,7 @@ class Versions:
         self.failures = 0
         """In a row, of whatever version, since an install succeeded."""
         self._share = 0.0
+        self._num_superseded = 0
         self._fetch_s: dict[str, float] = {}
         self._attempts: dict[Version, int] = {}
         self._given_up: dict[Version, str] = {}
@@ -140,7 +143,7 @@ class Versions:
         """A fetch that was cancelled meanwhile is not under way and changes nothing."""
         fetching = self.fetching
         if fetching is not None and fetching.manifest_digest == manifest_digest:
-            self.fetching = None
+            self.fetching, self._num_superseded = None, 0
             self._take(fetching, fetch_s)
 
     def fetch_failed(self, manifest_digest: str, text: str, now: float) -> list[Effect]:
@@ -161,8 +164,9 @@ class Versions:
             return []
         effects: list[Effect] = []
         if self.fetching is not None:
-            if self.fetching.version == wanted.version or self._share > KEEP_FETCH_ABOVE:
+            if not self._gives_way(self.fetching, wanted):
                 return []
+            self._num_superseded += self.fetching.version != wanted.version
             effects.append(CancelFetch(self.fetching.manifest_digest))
             effects.append(Log("info", "version_superseded", _fields(self.fetching)))
             self.fetching = None
@@ -247,6 +251,15 @@ class Versions:
             return []
         fetching, self.fetching = self.fetching, None
         return [CancelFetch(fetching.manifest_digest)]
+
+    def _gives_way(self, fetching: VersionAnnounced, wanted: VersionAnnounced) -> bool:
+        """A young fetch, to a newer version; one of a whole version also to deltas that lead to
+        it, of which the coordinator tells as soon as it knows what serves here."""
+        if self._share > KEEP_FETCH_ABOVE:
+            return False
+        if fetching.version == wanted.version:
+            return bool(wanted.path) and not fetching.path
+        return self._num_superseded < SUPERSEDED_MAX
 
     def _wanted(self) -> VersionAnnounced | None:
         """The newest announced version, or after an engine's death the last that served."""

@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -32,10 +32,12 @@ _ENCODER: Final = json.JSONEncoder(separators=(",", ":"))
 
 class EventsLog:
     """Appends to `path`; `write` then `flush`. Lines that are flushed together are in the file
-    together or not at all, whenever the process is killed."""
+    together or not at all, whenever the process is killed. `clock` gives the seconds that stand in
+    the lines."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
         self.path = path
+        self._clock = clock
         self._file: FileIO | None = None
         self._end = 0
         self._lines: list[bytes] = []
@@ -50,7 +52,7 @@ class EventsLog:
     def write(self, event: str, fields: dict[str, Any]) -> int:
         """Append a line; where in the file it ends."""
         assert self._file is not None, "open it first"
-        line = {"time": round(time.time(), 6), "event": event, **fields}
+        line = {"time": round(self._clock(), 6), "event": event, **fields}
         encoded = _ENCODER.encode(line).encode() + b"\n"
         self._lines.append(encoded)
         self._end += len(encoded)

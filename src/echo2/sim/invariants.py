@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from echo2.core.effects import DeliverGroup, Effect, Emit, Finish, OrderAudit, Persist, Send
+from echo2.core.effects import (
+    DeliverGroup,
+    Effect,
+    Emit,
+    Finish,
+    OrderAudit,
+    Persist,
+    ProbeRelay,
+    Send,
+)
 from echo2.core.events import Event, Persisted, Received
 from echo2.core.records import (
     GroupStored,
@@ -59,6 +68,7 @@ class Invariants:
             DeliverGroup: learner.delivered,
             Finish: self._finish,
             OrderAudit: self._order,
+            ProbeRelay: lambda _: None,
         }
         self._sends: dict[type, Callable[[PeerId, Any], None]] = {
             **groups.sends,

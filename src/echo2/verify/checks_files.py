@@ -15,7 +15,7 @@ from typing import Any, Final
 from blake3 import blake3
 
 from echo2.verify.check import Check
-from echo2.verify.records import METRICS_FILE, Line
+from echo2.verify.records import METRICS_FILE, NO_WEIGHTS, SIMULATION_FILE, Line
 
 _NAME: Final = re.compile(r"^step-(\d+)-i(\d+)$")
 HEADER_MAX_BYTES: Final = 100 << 20
@@ -52,6 +52,9 @@ class Checkpoints(Check):
     def conclude(self) -> None:
         folder = self.run_dir / "checkpoints"
         if not folder.is_dir():
+            if (self.run_dir / SIMULATION_FILE).is_file():
+                self.promise.skipped = NO_WEIGHTS
+                return
             self.promise.skipped = "there is no checkpoints/ folder"
             # A program that embeds the coordinator keeps its own, and has no metrics either.
             if self._kept and (self.run_dir / METRICS_FILE).is_file():

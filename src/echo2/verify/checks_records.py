@@ -41,7 +41,9 @@ class RecordsWhole(Check):
                 self._judge(broken, writer_restarted=restarted)
             if line is None:
                 continue
-            problems = schema.problems_of(line.fields, schema.METRICS)
+            simulated = line.fields.get("simulated") is True
+            wanted = schema.SIMULATED_METRICS if simulated else schema.METRICS
+            problems = schema.problems_of(line.fields, wanted)
             if problems:
                 self.violate(line.where, "; ".join(problems))
                 continue

@@ -18,6 +18,9 @@ from typing import Any, Final, NoReturn
 EVENTS_FILE: Final = "events.jsonl"
 METRICS_FILE: Final = "metrics.jsonl"
 CONFIG_FILE: Final = "config.resolved.toml"
+SIMULATION_FILE: Final = "simulation.json"
+"""In the folder of a run that `echo2 simulate` played, in which there are no weights."""
+NO_WEIGHTS: Final = "the run is simulated: there are no weights"
 LINE_MAX_BYTES: Final = 16 << 20
 
 

@@ -224,6 +224,17 @@ METRICS: Final[Mapping[str, Kind]] = {
     "time": REAL,
 }
 
+ONLY_WEIGHTS_TELL: Final = frozenset(
+    {
+        *("mismatch_kl", "ess", "entropy", "clip_fraction"),
+        *("grad_norm", "loss", "learning_rate"),
+    }
+)
+"""Fields that a line lacks which says that it is `simulated`."""
+SIMULATED_METRICS: Final = {
+    name: kind for name, kind in METRICS.items() if name not in ONLY_WEIGHTS_TELL
+}
+
 
 def problems_of(fields: Mapping[str, Any], wanted: Mapping[str, Kind]) -> list[str]:
     """One sentence for each field that is missing or has another type; empty if all is well."""

@@ -411,6 +411,21 @@ def test_a_worker_that_comes_back_goes_on_from_what_is_on_its_disk() -> None:
     assert found["newest"].path == (deltas[1],)
 
 
+def test_who_installs_an_older_version_is_told_at_once_of_the_deltas_that_lead_on() -> None:
+    scene = a_fleet("a")
+    publishes(scene)
+    scene.installs("a", V0)
+    assert announced(scene.worker_joins("late"))["late"].path == ()
+    delta = f"{1:063x}d"
+    offer = DeltaOffer(a_digest(V0), delta, 1000)
+    scene.state.step = 1
+    told = announced(scene.publishes(1, num_bytes=VERSION_BYTES, deltas=(offer,)))
+    assert {name: message.path for name, message in told.items()} == {"a": (delta,), "late": ()}
+    again = announced(scene.installs("late", V0))
+    assert {name: message.path for name, message in again.items()} == {"late": (delta,)}
+    assert announced(scene.installs("late", a_version(1))) == {}
+
+
 def test_while_nobody_serves_the_version_a_late_joiner_follows_those_who_fetch_it() -> None:
     scene = a_fleet("a", "b")
     publishes(scene)

@@ -408,6 +408,32 @@ def test_a_newer_version_replaces_a_fetch_of_which_half_or_less_is_here(
         assert worker.only(events.Fetch).version == V[2], "the next one comes meanwhile"
 
 
+def test_versions_that_follow_each_other_faster_than_a_fetch_do_not_keep_it_from_its_end() -> None:
+    worker = Worker().welcomed()
+    worker.on(events.FetchDone("a" * 64, 0.1))
+    worker.on(events.EngineReady(1))
+    for step in range(4):
+        worker.on(announced(V[step]))
+        worker.on(events.FetchProgress(a_digest(V[min(step, 1)]), 100, 60))
+    assert worker.state.versions.fetching is not None
+    assert worker.state.versions.fetching.version == V[1], "the first gave way, the second did not"
+    worker.on(events.FetchDone(a_digest(V[1]), 1.0))
+    worker.installs(V[1])
+    worker.on(announced(V[4]))
+    assert worker.only(events.Fetch).version == V[4], "and the next may give way again"
+
+
+def test_a_whole_version_gives_way_to_the_deltas_that_lead_to_it() -> None:
+    worker = Worker().ready()
+    worker.on(announced(V[2]))
+    worker.on(announced(V[2], path=("d" * 64,)))
+    assert worker.only(events.CancelFetch).manifest_digest == a_digest(V[2])
+    assert worker.only(events.Fetch).path == ("d" * 64,)
+    worker.on(announced(V[2]))
+    assert worker.none(events.CancelFetch)
+    assert worker.none(events.Fetch)
+
+
 def test_an_install_under_way_is_finished_and_the_newest_follows() -> None:
     worker = Worker().ready().fetches(V[1])
     worker.fetches(V[2])

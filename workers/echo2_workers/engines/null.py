@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Final
 import numpy as np
 
 from echo2.errors import EngineError
+from echo2.group_lengths import group_tokens, trajectory_tokens
 from echo2.types import Span, Version
 from echo2_workers.engine import (
     Generated,
@@ -62,14 +62,6 @@ class _Run:
     def mark(self, version: Version, end: int) -> None:
         """Tokens up to `end` that no span names yet are of `version`."""
         add_span(self.spans, version, self.spans[-1].end if self.spans else 0, end)
-
-
-def group_tokens(seed: int, *, mean: float, cv: float) -> int:
-    """Tokens of the group with this seed, before each trajectory gets at least one."""
-    if cv <= 0.0:
-        return round(mean)
-    shape = cv**-2
-    return round(random.Random(seed).gammavariate(shape, mean / shape))
 
 
 class NullEngine:
@@ -185,9 +177,8 @@ class NullEngine:
 
     def _length(self, request: GenerateRequest) -> int:
         """Tokens of this trajectory: its share of the group's length."""
-        length = group_tokens(request.group_seed, mean=self._tokens_mean, cv=self._tokens_cv)
-        whole, rest = divmod(length, request.group_size)
-        return max(1, whole + (request.index < rest))
+        group = group_tokens(request.group_seed, mean=self._tokens_mean, cv=self._tokens_cv)
+        return trajectory_tokens(group, index=request.index, group_size=request.group_size)
 
     def _check_alive(self) -> None:
         if self._stopped:
