@@ -164,6 +164,7 @@ def test_how_versions_travel_sets_the_broadcast() -> None:
         {"staleness_max": -1},
         {"period": 4},
         {"latency_cv": -0.1},
+        {"latency_cv": 10.1},
         {"lead_steps": -1.0},
         {"spread": -1.0},
         {"train_s": math.nan},
@@ -179,13 +180,13 @@ def test_a_pool_without_workers_is_refused() -> None:
         predict(a_workload(), Pool(()))
 
 
-@pytest.mark.parametrize("cv", [0.05, 0.3, 1.0, 2.0, 5.0])
+@pytest.mark.parametrize("cv", [0.05, 0.3, 1.0, 2.0, 5.0, 10.0])
 def test_quantiles_have_mean_one_and_their_coefficient_of_variation(cv: float) -> None:
     found = gamma_quantiles(cv)
     assert len(found) == QUANTILES
     assert list(found) == sorted(found)
     assert statistics.fmean(found) == pytest.approx(1.0)
-    assert statistics.pstdev(found) == pytest.approx(cv, rel=0.01)
+    assert statistics.pstdev(found) == pytest.approx(cv, rel=0.02)
 
 
 def test_quantiles_of_an_exponential_are_its_inverse_distribution() -> None:
