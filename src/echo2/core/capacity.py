@@ -24,7 +24,7 @@ from echo2.core.settings import Late
 
 BUBBLE_MAX = 0.01
 """A learner that waits less than this share of its time does not wait."""
-LATENCY_CV_MAX = 5.0
+LATENCY_CV_MAX = 10.0
 """Largest coefficient of variation of a group's time that is played."""
 GROUPS = 8000
 STEPS_MIN = 16

@@ -21,16 +21,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from heapq import heappop, heappush
-from typing import Literal
+from typing import Final, Literal
 
 from echo2.core.dispatch import INSTALL_SHARE_MAX, STRAGGLER_RATIO
 from echo2.core.estimates import Estimate
+from echo2.core.settings import Late
 from echo2.core.worker_versions import KEEP_FETCH_ABOVE
 
 QUANTILES = 8192
 MEASURED_MAX = 16
+"""Workers of a kind whose measured latency is kept."""
 MEASURE_WEIGHT = Estimate().weight
-_LEARNER, _FETCHED, _INSTALLED = -1, -2, -3
+_LEARNER: Final = -1
+_FETCHED: Final = -2
+_INSTALLED: Final = -3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +45,7 @@ class Rules:
     train_s: float
     staleness_max: int
     period: int
-    late: Literal["wait", "drop", "mask"]
+    late: Late
     latency_cv: float
     lead_steps: float | None
     fetch_s: float
@@ -109,12 +113,12 @@ class Counts:
 @lru_cache(maxsize=64)
 def gamma_quantiles(cv: float) -> tuple[float, ...]:
     """QUANTILES equally likely values, with mean 1, of a gamma distribution with coefficient of
-    variation `cv`, 0 to 5: the middles of equal shares of its mass, ascending."""
+    variation `cv`, 0 to 10: the middles of equal shares of its mass, ascending."""
     if cv < 1e-3:
         return (1.0,) * QUANTILES
     shape, cells = 1.0 / cv**2, 20_000
     # With x = e^z the density over z is x^shape e^(-shape x), which is smooth for every shape.
-    low = -12.0 * cv if cv < 1.0 else max(-200.0, -30.0 / shape)
+    low = -12.0 * cv if cv < 1.0 else max(-700.0, -30.0 / shape)
     high = math.log(1.0 + 40.0 * cv * (1.0 + cv))
     width = (high - low) / cells
     mass = []
@@ -161,6 +165,8 @@ class StepRecursion:
         self.asked_at: float | None = 0.0
         self.counts = Counts()
         self._heap: list[tuple[float, int, int, float, float]] = []
+        """(when, what, ...): of a group its kind, its expiry, its kind's paused_s and when it was
+        leased; _LEARNER and _FETCHED with a version; _INSTALLED with a version and a kind."""
         self._times = group_times(rules.latency_cv, seed)
         self._num_begun = 0
         self._newest = 0
@@ -216,7 +222,7 @@ class StepRecursion:
         if self.is_lead_capped:
             lead = rules.staleness_max
         self.target = math.ceil(rules.groups_per_step * (1 + lead))
-        self.waits = rules.fetch_s + self._install_s <= INSTALL_SHARE_MAX * step_s
+        self.awaits_installs = rules.fetch_s + self._install_s <= INSTALL_SHARE_MAX * step_s
 
     # ------------------------------------------------------------------------ groups
 
@@ -255,7 +261,7 @@ class StepRecursion:
             if free < 1:
                 continue
             place = kind.version + self.rules.staleness_max - self.f
-            if place < 0 or (self.waits and kind.version < self._newest):
+            if place < 0 or (self.awaits_installs and kind.version < self._newest):
                 continue
             until_s = (place + 1) * self.step_s
             if max(kind.means) > until_s:

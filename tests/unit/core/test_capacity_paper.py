@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -44,7 +45,12 @@ def test_mu_min_is_the_least_rate_of_eq_1(
     train_s: float, bcast_s: float, period: int, groups: int
 ) -> None:
     assume(period * train_s > bcast_s * 1.001)
-    given_ = {"groups_per_step": groups, "train_s": train_s, "bcast_s": bcast_s, "period": period}
+    given_: dict[str, Any] = {
+        "groups_per_step": groups,
+        "train_s": train_s,
+        "bcast_s": bcast_s,
+        "period": period,
+    }
     least = paper_mu_min(**given_)
     assert overlap_holds(rate=least * (1 + 1e-6), **given_)
     assert not overlap_holds(rate=least * (1 - 1e-6), **given_)
