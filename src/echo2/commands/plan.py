@@ -13,6 +13,7 @@ from echo2.commands.plan_terms import plan_terms
 from echo2.commands.plan_text import Plan, cheapest_row, own_bcast_s, plan_text
 from echo2.config import Config, load_config
 from echo2.core.fleet_echo2 import Echo2Model
+from echo2.core.fleet_interval import RowInterval, row_interval
 from echo2.core.fleet_paper import PaperModel
 from echo2.core.fleet_plan import CapacityModel, fleet_plan
 from echo2.core.fleet_relaxed import Remedy, remedies
@@ -54,18 +55,24 @@ def plan_of(config: Config, path: Path, from_run: Path | None, model: CapacityMo
             for row in rows
             if row.staleness_max in told
         },
+        row_interval(found.terms, found.machines, model, best, found.errors) if best else None,
     )
 
 
 def to_json(config: Config, plan: Plan) -> dict[str, Any]:
     """Numbers in the units of their names; null where no finite one is true. `remedies` of a row
-    are null where they were not looked for."""
-    terms = plan.terms.terms
+    are null where they were not looked for; `interval` is null but in the cheapest row, and there
+    where nothing is uncertain."""
+    terms, best = plan.terms.terms, plan.cheapest
     return {
         "model": plan.model,
         "assumptions": {
             name: {"value": value, "source": plan.terms.sources[name]}
             for name, value in plan.terms.values.items()
+        },
+        "standard_errors": {
+            name: {"value": getattr(plan.terms.errors, name), "source": source}
+            for name, source in plan.terms.error_sources.items()
         },
         "groups_per_step": terms.groups_per_step,
         "rate_margin": terms.rate_margin,
@@ -89,12 +96,21 @@ def to_json(config: Config, plan: Plan) -> dict[str, Any]:
         ],
         "run": _run_json(plan),
         "configured": {"staleness_max": config.staleness.max, "period": config.staleness.period},
-        "rows": [_row_json(row, plan.remedies.get(row.staleness_max)) for row in plan.rows],
-        "cheapest_staleness_max": plan.cheapest.staleness_max if plan.cheapest else None,
+        "rows": [
+            _row_json(
+                row,
+                plan.remedies.get(row.staleness_max),
+                plan.interval if row is best else None,
+            )
+            for row in plan.rows
+        ],
+        "cheapest_staleness_max": best.staleness_max if best else None,
     }
 
 
-def _row_json(row: PlanRow, found: Sequence[Remedy] | None) -> dict[str, Any]:
+def _row_json(
+    row: PlanRow, found: Sequence[Remedy] | None, interval: RowInterval | None
+) -> dict[str, Any]:
     return {
         "staleness_max": row.staleness_max,
         "period": row.period,
@@ -114,6 +130,9 @@ def _row_json(row: PlanRow, found: Sequence[Remedy] | None) -> dict[str, Any]:
         "usd_per_step": row.usd_per_step,
         "usd_per_1000_steps": 1000 * row.usd_per_step,
         "bottleneck": row.bottleneck,
+        "interval": None
+        if interval is None
+        else {"bubble": list(interval.bubble), "usd_per_step": list(interval.usd_per_step)},
         "remedies": None
         if found is None
         else [

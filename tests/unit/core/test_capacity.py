@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from echo2.core.capacity import BUBBLE_MAX, Workload, predict
-from echo2.core.capacity_interval import StandardErrors, predict_interval
 from echo2.core.capacity_pool import Pool, WorkerKind
 from echo2.core.capacity_spread import Weights, fluid_bcast_s
 from echo2.core.capacity_steps import QUANTILES, gamma_quantiles, group_times
@@ -200,49 +199,3 @@ def test_group_times_are_the_quantiles_in_an_order_that_the_seed_says() -> None:
     assert sorted(group_times(0.7, 1)) == sorted(gamma_quantiles(0.7))
     assert group_times(0.7, 1) == group_times(0.7, 1)
     assert group_times(0.7, 1) != group_times(0.7, 2)
-
-
-# --------------------------------------------------------------------------- intervals
-
-
-def test_what_is_known_has_no_interval_but_that_of_chance() -> None:
-    workload, pool = a_workload(), a_pool(12)
-    found = predict_interval(workload, pool, StandardErrors())
-    expected = predict(workload, pool)
-    assert expected.bubble_error == 0.0
-    for name in ("bubble", "expired_share", "staleness_mean", "steps_per_h", "usd_per_step"):
-        interval = getattr(found, name)
-        assert interval.low == interval.expected == interval.high == getattr(expected, name)
-
-
-def test_an_interval_holds_what_its_input_moved_by_its_error_comes_to() -> None:
-    workload, pool = a_workload(latency_cv=0.0, staleness_max=6), a_pool(3)
-    found = predict_interval(workload, pool, StandardErrors(rate_share=0.05))
-    slower, faster = (
-        predict(
-            workload,
-            Pool(
-                tuple(
-                    (replace(k, rate_groups_per_s=k.rate_groups_per_s * f), n)
-                    for k, n in pool.members
-                )
-            ),
-        )
-        for f in (1 - 1.64 * 0.05, 1 + 1.64 * 0.05)
-    )
-    assert found.bubble.low <= faster.bubble <= found.bubble.expected
-    assert found.bubble.expected <= slower.bubble <= found.bubble.high
-    assert found.steps_per_h.low < found.steps_per_h.expected < found.steps_per_h.high
-
-
-def test_a_bubble_of_zero_can_only_grow() -> None:
-    errors = StandardErrors(train_s=10.0, rate_share=0.2, fetch_s=10.0, latency_cv=0.2)
-    found = predict_interval(a_workload(spread=30.0), a_pool(6), errors)
-    assert 0.0 <= found.bubble.low <= found.bubble.expected < found.bubble.high <= 1.0
-
-
-def test_more_errors_make_a_wider_interval() -> None:
-    workload, pool = a_workload(spread=40.0), a_pool(5)
-    one = predict_interval(workload, pool, StandardErrors(rate_share=0.1))
-    both = predict_interval(workload, pool, StandardErrors(rate_share=0.1, train_s=15.0))
-    assert both.bubble.high - both.bubble.low > one.bubble.high - one.bubble.low
