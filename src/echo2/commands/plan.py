@@ -45,25 +45,26 @@ def plan_of(config: Config, path: Path, from_run: Path | None, model: CapacityMo
     rows = fleet_plan(found.terms, found.machines, model, wanted)
     best = cheapest_row(rows)
     told = {config.staleness.max} | ({best.staleness_max} if best else set())
+    terms, machines = found.terms, found.machines
+    chosen = [row for row in rows if row.staleness_max in told]
+    intervals = {
+        row.staleness_max: row_interval(terms, machines, model, row, found.errors) for row in chosen
+    }
     return Plan(
         model.name,
         found,
         measured,
         rows,
-        {
-            row.staleness_max: remedies(found.terms, found.machines, model, row)
-            for row in rows
-            if row.staleness_max in told
-        },
-        row_interval(found.terms, found.machines, model, best, found.errors) if best else None,
+        {row.staleness_max: remedies(terms, machines, model, row) for row in chosen},
+        {s: interval for s, interval in intervals.items() if interval is not None},
     )
 
 
 def to_json(config: Config, plan: Plan) -> dict[str, Any]:
-    """Numbers in the units of their names; null where no finite one is true. `remedies` of a row
-    are null where they were not looked for; `interval` is null but in the cheapest row, and there
-    where nothing is uncertain."""
-    terms, best = plan.terms.terms, plan.cheapest
+    """Numbers in the units of their names; null where no finite one is true. `remedies` and
+    `interval` of a row are null where they were not looked for, `interval` also where nothing is
+    uncertain."""
+    terms = plan.terms.terms
     return {
         "model": plan.model,
         "assumptions": {
@@ -100,11 +101,11 @@ def to_json(config: Config, plan: Plan) -> dict[str, Any]:
             _row_json(
                 row,
                 plan.remedies.get(row.staleness_max),
-                plan.interval if row is best else None,
+                plan.intervals.get(row.staleness_max),
             )
             for row in plan.rows
         ],
-        "cheapest_staleness_max": best.staleness_max if best else None,
+        "cheapest_staleness_max": plan.cheapest.staleness_max if plan.cheapest else None,
     }
 
 

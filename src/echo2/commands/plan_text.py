@@ -35,15 +35,15 @@ _HEAD: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`remedies` by S: of the configured one and of that with the cheapest step. `interval`: of the
-    cheapest, None where nothing is uncertain."""
+    """`remedies` and `intervals` by S: of the configured one and of that with the cheapest step. No
+    `intervals` where nothing is uncertain."""
 
     model: str
     terms: PlanTerms
     measured: Measured | None
     rows: Sequence[PlanRow]
     remedies: Mapping[int, Sequence[Remedy]]
-    interval: RowInterval | None
+    intervals: Mapping[int, RowInterval]
 
     @property
     def cheapest(self) -> PlanRow | None:
@@ -76,18 +76,18 @@ def plan_text(config: Config, plan: Plan) -> list[str]:
             f"no S from {config.plan.staleness_min} to {config.plan.staleness_max} has a period in "
             f"this model; raise plan.staleness_max, or take another --model",
         ]
-    best = plan.cheapest
     lines += columns(
         _HEAD,
-        [_cells(config, row, plan.interval if row is best else None) for row in plan.rows],
+        [_cells(config, row, plan.intervals.get(row.staleness_max)) for row in plan.rows],
     )
     if any(_is_configured(config, row) for row in plan.rows):
         lines.append("* staleness.max of this configuration")
-    if plan.interval is not None:
+    if plan.intervals:
         lines.append("(low to high) holds the true value in 90 % of cases, if the model is right")
     lines.append("")
     for _, group in groupby(plan.rows, key=lambda row: row.bottleneck):
         lines += _held_back(plan, list(group))
+    best = plan.cheapest
     lines.append("")
     if best is None:
         lines.append("No set of these machines is enough at any of these S.")
