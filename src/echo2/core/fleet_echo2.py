@@ -163,7 +163,7 @@ class Echo2Model:
                 late=terms.late,
                 latency_cv=terms.latency_cv,
                 lead_steps=terms.lead_steps,
-                spread=case.bcast_s(pool) - max(kind.install_s for kind, _ in pool.members),
+                fetch_s=case.bcast_s(pool) - max(kind.install_s for kind, _ in pool.members),
             ),
             _alike(pool),
         )

@@ -11,7 +11,6 @@ import pytest
 
 from echo2.core.capacity import BUBBLE_MAX, Workload, predict
 from echo2.core.capacity_pool import Pool, WorkerKind
-from echo2.core.capacity_spread import Weights, fluid_bcast_s
 from echo2.core.capacity_steps import QUANTILES, gamma_quantiles, group_times
 
 
@@ -25,15 +24,12 @@ def a_workload(**changes: Any) -> Workload:
     return Workload(**(values | changes))
 
 
-def a_pool(
-    count: int, *, latency_s: float = 25.0, slots: int = 1, install_s: float = 0.0, usd: float = 0.0
-) -> Pool:
+def a_pool(count: int, *, latency_s: float = 25.0, slots: int = 1, install_s: float = 0.0) -> Pool:
     kind = WorkerKind(
         name="w",
         rate_groups_per_s=slots / latency_s,
         slots=slots,
         install_s=install_s,
-        usd_per_h=usd,
     )
     return Pool(((kind, count),))
 
@@ -42,20 +38,17 @@ def a_pool(
 
 
 def test_a_learner_with_ample_workers_never_waits() -> None:
-    found = predict(a_workload(learner_usd_per_h=10.0), a_pool(12, usd=0.5))
+    found = predict(a_workload(), a_pool(12))
     assert found.bubble == 0.0
     assert found.bottleneck == "learner"
-    assert found.steps_per_h == pytest.approx(36.0)
-    assert found.usd_per_step == pytest.approx((10.0 + 6.0) / 36.0)
 
 
 def test_a_synchronous_step_is_training_broadcast_install_and_group() -> None:
     """S = 0 with a slot for each group of equal length: nothing overlaps."""
-    workload = a_workload(staleness_max=0, latency_cv=0.0, spread=30.0)
+    workload = a_workload(staleness_max=0, latency_cv=0.0, fetch_s=30.0)
     found = predict(workload, a_pool(16, install_s=5.0))
     assert found.bubble == pytest.approx(60.0 / 160.0)
     assert found.staleness_mean == 0.0
-    assert found.bcast_s == 35.0
 
 
 @pytest.mark.parametrize(("slots", "rounds"), [(8, 2), (6, 3), (1, 16)])
@@ -117,14 +110,14 @@ def test_without_staleness_the_window_keeps_the_learner_waiting() -> None:
 
 
 def test_a_broadcast_that_a_synchronous_fleet_waits_for_is_named() -> None:
-    found = predict(a_workload(staleness_max=0, spread=300.0), a_pool(64))
+    found = predict(a_workload(staleness_max=0, fetch_s=300.0), a_pool(64, install_s=4.0))
     assert found.bottleneck == "install"
-    assert "300 s" in found.reason
+    assert "304 s" in found.reason
 
 
 def test_workers_sample_on_during_a_broadcast_that_is_longer_than_a_step() -> None:
     """Where the paper's Eq. (1) asks for κ·T_train > T_bcast."""
-    found = predict(a_workload(staleness_max=4, spread=180.0), a_pool(8))
+    found = predict(a_workload(staleness_max=4, fetch_s=180.0), a_pool(8))
     assert found.bubble <= BUBBLE_MAX
     assert found.staleness_mean > 2.0
 
@@ -145,13 +138,6 @@ def test_a_straggler_gets_no_group() -> None:
     assert mixed.bubble == pytest.approx(alone.bubble, abs=0.02)
 
 
-def test_how_versions_travel_sets_the_broadcast() -> None:
-    weights = Weights(num_bytes=10**9, origin_up_mbit=200.0, delta_share=0.1, encode_s=2.0)
-    pool = a_pool(8, install_s=3.0)
-    found = predict(a_workload(spread=weights), pool)
-    assert found.bcast_s == pytest.approx(fluid_bcast_s(weights, pool))
-
-
 # ------------------------------------------------------------------------------ inputs
 
 
@@ -165,7 +151,7 @@ def test_how_versions_travel_sets_the_broadcast() -> None:
         {"latency_cv": -0.1},
         {"latency_cv": 10.1},
         {"lead_steps": -1.0},
-        {"spread": -1.0},
+        {"fetch_s": -1.0},
         {"train_s": math.nan},
     ],
 )
