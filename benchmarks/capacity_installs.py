@@ -38,7 +38,7 @@ def row(bcast_s: float, share: float, *, steps: int) -> dict[str, Any]:
         train_s=TRAIN_S,
         staleness_max=S,
         latency_cv=CV,
-        spread=fetch_s,
+        fetch_s=fetch_s,
     )
     kind = WorkerKind(name="w", rate_groups_per_s=1 / LATENCY_S, install_s=INSTALL_S)
     num = math.ceil(R * LATENCY_S / TRAIN_S)

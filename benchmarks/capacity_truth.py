@@ -65,7 +65,7 @@ def compared(cell: Cell, *, steps: int, seeds: int) -> dict[str, Any]:
         period=cell.period,
         late=cell.late,
         latency_cv=cell.latency_cv,
-        spread=cell.bcast_s,
+        fetch_s=cell.bcast_s,
     )
     kind = WorkerKind(name="w", rate_groups_per_s=1 / LATENCY_S, slots=1, install_s=INSTALL_S)
     pools: list[dict[str, Any]] = []

@@ -78,6 +78,10 @@ class PlanTable(Table):
     """The S that are compared, from staleness_min to this."""
     rate_margin: Annotated[float, Field(ge=1, le=10)] = 1.1
     """γ: the workers' summed rate over what is needed at least."""
+    uncertainty: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    """Relative standard error of what the file gives, here and in [[offers]]: of T_train, of the
+    machines' rates, of T_bcast with the install. 0: none, and no intervals; what a run has measured
+    has its own."""
 
 
 def offer_names_problem(c: Config) -> str | None:

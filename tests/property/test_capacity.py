@@ -24,7 +24,7 @@ def a_pool(count: int, *, latency_s: float, slots: int, install_s: float) -> Poo
     data=st.data(),
     late=st.sampled_from(["wait", "drop", "mask"]),
     cv=st.sampled_from([0.0, 0.3, 1.0, 3.0]),
-    spread=st.floats(0.0, 500.0),
+    fetch_s=st.floats(0.0, 500.0),
     install_s=st.floats(0.0, 50.0),
     latency_s=st.floats(0.1, 600.0),
     slots=st.integers(1, 8),
@@ -36,7 +36,7 @@ def test_whatever_the_fleet_the_prediction_keeps_its_bounds(
     data: st.DataObject,
     late: Any,
     cv: float,
-    spread: float,
+    fetch_s: float,
     install_s: float,
     latency_s: float,
     slots: int,
@@ -49,7 +49,7 @@ def test_whatever_the_fleet_the_prediction_keeps_its_bounds(
         period=data.draw(st.integers(1, staleness + 1)),
         late=late,
         latency_cv=cv,
-        spread=spread,
+        fetch_s=fetch_s,
     )
     pool = a_pool(count, latency_s=latency_s, slots=slots, install_s=install_s)
     found = predict(workload, pool)
@@ -58,7 +58,7 @@ def test_whatever_the_fleet_the_prediction_keeps_its_bounds(
     assert 0.0 <= found.expired_share < 1.0
     if late != "drop":
         assert found.expired_share == 0.0
-    eaten = groups * found.steps_per_h / 3600.0
+    eaten = groups * (1.0 - found.bubble) / workload.train_s
     assert eaten <= workload.learner_rate * (1 + 1e-9)
     if cv <= 1.0:
         assert eaten <= pool.rate_groups_per_s * 1.15
@@ -70,10 +70,10 @@ def test_whatever_the_fleet_the_prediction_keeps_its_bounds(
     cv=st.sampled_from([0.0, 0.3, 1.0]),
     count=st.integers(3, 12),
     staleness=st.integers(1, 4),
-    spread=st.floats(0.0, 150.0),
+    fetch_s=st.floats(0.0, 150.0),
 )
 def test_a_larger_pool_hardly_waits_longer(
-    cv: float, count: int, staleness: int, spread: float
+    cv: float, count: int, staleness: int, fetch_s: float
 ) -> None:
     """Under drop; under wait it may, since more groups of a batch are the slowest."""
     workload = Workload(
@@ -81,7 +81,7 @@ def test_a_larger_pool_hardly_waits_longer(
         train_s=100.0,
         latency_cv=cv,
         staleness_max=staleness,
-        spread=spread,
+        fetch_s=fetch_s,
         late="drop",
     )
     small, large = (

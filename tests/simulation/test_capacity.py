@@ -57,7 +57,7 @@ def test_the_model_foresees_what_the_core_does(cell: Cell, slots: int) -> None:
         period=cell.period,
         late=cell.late,
         latency_cv=cell.latency_cv,
-        spread=cell.bcast_s,
+        fetch_s=cell.bcast_s,
     )
     kind = WorkerKind(
         name="w", rate_groups_per_s=1 / cell.latency_s, slots=1, install_s=cell.install_s

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,36 @@ def test_the_text_has_the_terms_the_table_and_what_holds_it_back(echo2: Echo2) -
         "    half the bytes of a version (delta share 1 -> 0.5) saves"
     )
     assert lines[-1].startswith("Cheapest step: S = 3 with κ = 2, 7 rtx-5090 + ")
+
+
+def test_what_is_uncertain_gives_the_rows_that_matter_an_interval(echo2: Echo2) -> None:
+    path = EXAMPLES / "plan_7b_a100_5090.toml"
+    assert all(row["interval"] is None for row in planned(echo2, path, *QUICK)["rows"])
+    before = [0.0, 0.0]
+    for error in (0.02, 0.1, 0.3):
+        setting = ["--set", f"plan.uncertainty={error}"]
+        found = planned(echo2, path, *QUICK, *setting)
+        assert found["standard_errors"] == {
+            name: {"value": error, "source": "given"} for name in ("train", "rate", "bcast")
+        }
+        other, row = found["rows"]
+        chosen = {found["configured"]["staleness_max"], found["cheapest_staleness_max"]}
+        assert chosen == {row["staleness_max"]}
+        assert other["interval"] is None
+        widths = []
+        for name, value in (("bubble", "bubble_ratio"), ("usd_per_step", "usd_per_step")):
+            low, high = row["interval"][name]
+            assert low <= row[value] <= high
+            widths.append(high - low)
+        assert all(width > least for width, least in zip(widths, before, strict=True))
+        before = widths
+    text = echo2("plan", path, *QUICK, *setting).out
+    (bubble_low, bubble_high), (low, high) = row["interval"].values()
+    assert "\nerrors    T_train 30%, rates 30%, T_bcast 30%\n" in text
+    assert f"{row['usd_per_step']:.4g} ({low:.4g} to {high:.4g})  " in text
+    assert f"% ({100 * bubble_low:.1f} to {100 * bubble_high:.1f})\n" in text
+    assert "\n(low to high) holds the true value in 90 % of cases, if the model is right\n" in text
+    assert "(low to high)" not in echo2("plan", path, *QUICK).out
 
 
 def test_a_plan_without_a_fleet_that_is_enough_exits_with_1(echo2: Echo2) -> None:
@@ -220,6 +252,49 @@ def test_what_the_file_gives_stands_before_what_was_measured(echo2: Echo2, tmp_p
     assert "T_train 20 s, R = 4 groups of 100 tokens (measured)" in text
     assert "measured  2 vllm-bfloat16-2: $0.25 per hour" in text
     assert f"run       {run_dir}: 8 steps, bubble 12.5%, T_bcast 3 s (this plan's for the" in text
+
+
+def test_the_spread_of_a_run_s_records_gives_an_interval(echo2: Echo2, tmp_path: Path) -> None:
+    run_dir = a_run(tmp_path, a_config())
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["train_s"] = 7.0 if line["step"] % 2 else 9.0  # with publish_s 9 and 11, median 10
+    events = [
+        {"event": "version_disseminated", "step": step, "t90_s": 3.0 + (step % 2)}
+        for step in range(3, 7)
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run_dir / "metrics.jsonl").write_text(text, encoding="utf-8")
+    measured = measure_run(run_dir)
+    rates = [(270.0 + 3 * step) / 3 for step in range(2, 10)]
+    assert measured.errors == {
+        "train": pytest.approx(1.25 * statistics.stdev([9, 11] * 4) / math.sqrt(8) / 10),
+        "rate": pytest.approx(1.71 * statistics.stdev(rates) / math.sqrt(8) / rates[-2]),
+    }  # two versions tell no spread
+    with (run_dir / "events.jsonl").open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(event) + "\n" for event in events)
+    spread = measure_run(run_dir).errors["bcast"]
+    bcasts = [3.0, 3.0, 4.0, 3.0, 4.0, 3.0]
+    assert spread == pytest.approx(1.25 * statistics.stdev(bcasts) / math.sqrt(6) / 3.0)
+
+    path = tmp_path / "plan.toml"
+    path.write_text(
+        "[learner]\ngroups_per_step = 4\n[cost]\nlearner_usd_per_h = 1.0\n", encoding="utf-8"
+    )
+    wide = ["--set", "plan.staleness_min=6", "--set", "plan.rate_margin=1"]
+    found = planned(echo2, path, "--from-run", run_dir, *wide)
+    sources = {name: each["source"] for name, each in found["standard_errors"].items()}
+    assert sources == dict.fromkeys(("train", "rate", "bcast"), "measured")
+    (row,) = found["rows"]
+    low, high = row["interval"]["usd_per_step"]
+    assert low < row["usd_per_step"] < high
+    told = echo2("plan", path, "--from-run", run_dir, *wide).out
+    assert "\nerrors    T_train 4.7% (measured), rates 1.5% (measured), T_bcast 8.8% (" in told
+
+    typed = ["--set", "plan.train_s=10", "--set", "plan.uncertainty=0.2"]
+    found = planned(echo2, path, "--from-run", run_dir, *wide, *typed)
+    assert found["standard_errors"]["train"] == {"value": 0.2, "source": "given"}
+    assert found["standard_errors"]["bcast"] == {"value": spread, "source": "measured"}
 
 
 def test_a_torn_manifest_and_a_run_without_versions_are_no_obstacle(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from echo2.commands.plan_terms import plan_terms
 from echo2.commands.plan_text import Plan, cheapest_row, own_bcast_s, plan_text
 from echo2.config import Config, load_config
 from echo2.core.fleet_echo2 import Echo2Model
+from echo2.core.fleet_interval import RowInterval, row_interval
 from echo2.core.fleet_paper import PaperModel
 from echo2.core.fleet_plan import CapacityModel, fleet_plan
 from echo2.core.fleet_relaxed import Remedy, remedies
@@ -44,28 +45,35 @@ def plan_of(config: Config, path: Path, from_run: Path | None, model: CapacityMo
     rows = fleet_plan(found.terms, found.machines, model, wanted)
     best = cheapest_row(rows)
     told = {config.staleness.max} | ({best.staleness_max} if best else set())
+    terms, machines = found.terms, found.machines
+    chosen = [row for row in rows if row.staleness_max in told]
+    intervals = {
+        row.staleness_max: row_interval(terms, machines, model, row, found.errors) for row in chosen
+    }
     return Plan(
         model.name,
         found,
         measured,
         rows,
-        {
-            row.staleness_max: remedies(found.terms, found.machines, model, row)
-            for row in rows
-            if row.staleness_max in told
-        },
+        {row.staleness_max: remedies(terms, machines, model, row) for row in chosen},
+        {s: interval for s, interval in intervals.items() if interval is not None},
     )
 
 
 def to_json(config: Config, plan: Plan) -> dict[str, Any]:
-    """Numbers in the units of their names; null where no finite one is true. `remedies` of a row
-    are null where they were not looked for."""
+    """Numbers in the units of their names; null where no finite one is true. `remedies` and
+    `interval` of a row are null where they were not looked for, `interval` also where nothing is
+    uncertain."""
     terms = plan.terms.terms
     return {
         "model": plan.model,
         "assumptions": {
             name: {"value": value, "source": plan.terms.sources[name]}
             for name, value in plan.terms.values.items()
+        },
+        "standard_errors": {
+            name: {"value": getattr(plan.terms.errors, name), "source": source}
+            for name, source in plan.terms.error_sources.items()
         },
         "groups_per_step": terms.groups_per_step,
         "rate_margin": terms.rate_margin,
@@ -89,12 +97,21 @@ def to_json(config: Config, plan: Plan) -> dict[str, Any]:
         ],
         "run": _run_json(plan),
         "configured": {"staleness_max": config.staleness.max, "period": config.staleness.period},
-        "rows": [_row_json(row, plan.remedies.get(row.staleness_max)) for row in plan.rows],
+        "rows": [
+            _row_json(
+                row,
+                plan.remedies.get(row.staleness_max),
+                plan.intervals.get(row.staleness_max),
+            )
+            for row in plan.rows
+        ],
         "cheapest_staleness_max": plan.cheapest.staleness_max if plan.cheapest else None,
     }
 
 
-def _row_json(row: PlanRow, found: Sequence[Remedy] | None) -> dict[str, Any]:
+def _row_json(
+    row: PlanRow, found: Sequence[Remedy] | None, interval: RowInterval | None
+) -> dict[str, Any]:
     return {
         "staleness_max": row.staleness_max,
         "period": row.period,
@@ -114,6 +131,9 @@ def _row_json(row: PlanRow, found: Sequence[Remedy] | None) -> dict[str, Any]:
         "usd_per_step": row.usd_per_step,
         "usd_per_1000_steps": 1000 * row.usd_per_step,
         "bottleneck": row.bottleneck,
+        "interval": None
+        if interval is None
+        else {"bubble": list(interval.bubble), "usd_per_step": list(interval.usd_per_step)},
         "remedies": None
         if found is None
         else [

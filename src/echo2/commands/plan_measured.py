@@ -11,6 +11,9 @@
 | origin_uplink_mbit | bytes of a version, as it travelled, over the median of fetch_s |
 | offers | the run's workers by engine, precision and slots; their share of the trained groups |
 
+Of some the spread is known too, and from it the relative standard error of what is taken: of the
+medians of T_train and T_bcast, and of the rate's quantile, as of a normal distribution.
+
 A line carries at least what fetch_s shows, and so do the machines' lines of the offers that are
 made here. The fleet's rate is the nine-tenths quantile of rollout_tokens_per_s for each ready
 worker: with a full fleet the workers wait at times, and then sample less than they could.
@@ -18,6 +21,7 @@ worker: with a full fleet the workers wait at times, and then sample less than t
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -29,12 +33,19 @@ from echo2.commands.run_folder import RunFolder
 from echo2.commands.run_records import RecordTail, surviving_lines
 from echo2.config import Config, load_config
 from echo2.config_offers import OfferTable
+from echo2.core.fleet_interval import ERROR_MAX
 from echo2.errors import ConfigError, WeightsError
 from echo2.weights.files import MANIFEST
 from echo2.weights.snapshot import Manifest
 from echo2.weights.versions import named_manifest, read_manifest_file
 
 RATE_QUANTILE: Final = 0.9
+MEDIAN_ERROR: Final = 1.25
+QUANTILE_ERROR: Final = 1.71
+"""Standard error of a median, and of the quantile RATE_QUANTILE, of n normal values, in their
+standard deviation over √n."""
+SPREAD_MIN: Final = 4
+"""Records from which a spread is told."""
 EVENTS: Final = frozenset(
     {
         "group_ended",
@@ -49,7 +60,9 @@ EVENTS: Final = frozenset(
 @dataclass(frozen=True, slots=True)
 class Measured:
     """`values` of assumptions by their names in [plan]; `offers` are the run's own workers.
-    `bcast_s` is the median T_bcast of 0.9 of the workers, None if no version was whole there."""
+    `bcast_s` is the median T_bcast of 0.9 of the workers, None if no version was whole there.
+    `errors`: relative standard errors, by the names of StandardErrors, of what was recorded at
+    least SPREAD_MIN times."""
 
     run_dir: Path
     num_steps: int
@@ -57,6 +70,7 @@ class Measured:
     values: Mapping[str, float]
     offers: list[OfferTable]
     bcast_s: float | None
+    errors: Mapping[str, float]
 
 
 def measure_run(run_dir: Path) -> Measured:
@@ -79,29 +93,67 @@ def measure_run(run_dir: Path) -> Measured:
     values = _of_steps(lines) | _of_groups(events["group_ended"])
     values |= _of_versions(events, folder.path / "versions")
     config = load_config(folder.resolved_config)
-    offers = _offers(config, lines, events, values)
+    rates = _rates(lines)
+    offers = _offers(config, rates, events, values)
     bcasts = _numbers(events["version_disseminated"][1:], "t90_s")
+    bcast_s = statistics.median(bcasts) if bcasts else None
     return Measured(
         run_dir,
         len(lines),
         statistics.fmean(_numbers(lines, "bubble_ratio") or [0.0]),
         values,
         offers,
-        statistics.median(bcasts) if bcasts else None,
+        bcast_s,
+        _errors(
+            train=(MEDIAN_ERROR, values.get("train_s"), _step_seconds(lines)),
+            rate=(QUANTILE_ERROR, _fleet_rate(rates), rates),
+            bcast=(MEDIAN_ERROR, bcast_s, bcasts),
+        ),
     )
 
 
+def _errors(**samples: tuple[float, float | None, Sequence[float]]) -> dict[str, float]:
+    """Each from the error of a quantile, that quantile, and the sample that it is of."""
+    found = {}
+    for name, (error, taken, sample) in samples.items():
+        if taken and len(sample) >= SPREAD_MIN:
+            relative = error * statistics.stdev(sample) / math.sqrt(len(sample)) / taken
+            found[name] = min(ERROR_MAX, relative)
+    return found
+
+
+def _fleet_rate(rates: Sequence[float]) -> float | None:
+    if not rates:
+        return None
+    return sorted(rates)[round(RATE_QUANTILE * (len(rates) - 1))]
+
+
 def _of_steps(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    trained = [line for line in lines if _is_number(line.get("train_s"))]
+    trained = _step_seconds(lines)
     found = {}
     if trained:
-        found["train_s"] = statistics.median(
-            line["train_s"] + (line.get("publish_s") or 0.0) for line in trained
-        )
+        found["train_s"] = statistics.median(trained)
     published = [seconds for seconds in _numbers(lines, "publish_s") if seconds]
     if published:
         found["encode_s"] = statistics.median(published)
     return found
+
+
+def _step_seconds(lines: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [
+        line["train_s"] + (line.get("publish_s") or 0.0)
+        for line in lines
+        if _is_number(line.get("train_s"))
+    ]
+
+
+def _rates(lines: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Tokens per second for each ready worker, a value for each step."""
+    return [
+        line["rollout_tokens_per_s"] / line["workers_ready"]
+        for line in lines
+        if line.get("workers_ready") and line.get("rollout_tokens_per_s")
+    ]
 
 
 def _of_groups(ended: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -149,24 +201,19 @@ def _deltas(folder: Path) -> list[Manifest]:
 
 def _offers(
     config: Config,
-    lines: Sequence[Mapping[str, Any]],
+    rates: Sequence[float],
     events: Mapping[str, Sequence[Mapping[str, Any]]],
     values: Mapping[str, float],
 ) -> list[OfferTable]:
     """One for each engine, precision and number of slots, with the price of the run's
     configuration; none if no rate was measured."""
-    rates = sorted(
-        line["rollout_tokens_per_s"] / line["workers_ready"]
-        for line in lines
-        if line.get("workers_ready") and line.get("rollout_tokens_per_s")
-    )
     kinds = {
         event["worker"]: (event["engine"], event["precision"], event["slots"])
         for event in events["worker_joined"]
     }
-    if not rates or not kinds:
+    mean_rate = _fleet_rate(rates)
+    if mean_rate is None or not kinds:
         return []
-    mean_rate = rates[min(len(rates) - 1, round(RATE_QUANTILE * (len(rates) - 1)))]
     trained = Counter(
         kinds[event["worker"]]
         for event in events["group_ended"]

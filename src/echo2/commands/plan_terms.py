@@ -17,6 +17,7 @@ from echo2.config import Config
 from echo2.config_offers import OfferTable
 from echo2.core.capacity_pool import WorkerKind
 from echo2.core.capacity_spread import Weights
+from echo2.core.fleet_interval import StandardErrors
 from echo2.core.fleet_terms import Machine, RunTerms
 from echo2.errors import ConfigError
 
@@ -38,13 +39,16 @@ _NEEDED: Final = {
 
 @dataclass(frozen=True, slots=True)
 class PlanTerms:
-    """`values` and `sources` ("given", "measured", "default") of each assumption."""
+    """`values` and `sources` ("given", "measured", "default") of each assumption; `errors`, and
+    where each is from ("given", "measured")."""
 
     terms: RunTerms
     machines: list[Machine]
     values: Mapping[str, float]
     sources: Mapping[str, str]
     offers_source: str
+    errors: StandardErrors
+    error_sources: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -101,8 +105,26 @@ def plan_terms(config: Config, measured: Measured | None, *, source: Path) -> Pl
         lead_steps=config.dispatch.lead_steps,
     )
     machines = [_machine(offer, config, values) for offer in offers]
+    offers_source = "given" if config.offers else "measured"
+    sources = assumed.sources
+    known = {
+        name: measured.errors[name]
+        for name, source in (
+            ("train", sources["train_s"]),
+            ("rate", offers_source),
+            ("bcast", sources["origin_uplink_mbit"]),
+        )
+        if measured is not None and source == "measured" and name in measured.errors
+    }
+    given = dict.fromkeys(("train", "rate", "bcast"), config.plan.uncertainty)
     return PlanTerms(
-        terms, machines, values, assumed.sources, "given" if config.offers else "measured"
+        terms,
+        machines,
+        values,
+        sources,
+        offers_source,
+        StandardErrors(**(given | known)),
+        {name: "measured" if name in known else "given" for name in given},
     )
 
 

@@ -14,6 +14,7 @@ from echo2.commands.table import columns
 from echo2.config import Config
 from echo2.core.capacity_pool import Pool
 from echo2.core.capacity_spread import fluid_bcast_s
+from echo2.core.fleet_interval import RowInterval
 from echo2.core.fleet_relaxed import Remedy
 from echo2.core.fleet_terms import PlanRow
 
@@ -34,13 +35,15 @@ _HEAD: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`remedies` by S: of the configured one and of that with the cheapest step."""
+    """`remedies` and `intervals` by S: of the configured one and of that with the cheapest step. No
+    `intervals` where nothing is uncertain."""
 
     model: str
     terms: PlanTerms
     measured: Measured | None
     rows: Sequence[PlanRow]
     remedies: Mapping[int, Sequence[Remedy]]
+    intervals: Mapping[int, RowInterval]
 
     @property
     def cheapest(self) -> PlanRow | None:
@@ -73,9 +76,14 @@ def plan_text(config: Config, plan: Plan) -> list[str]:
             f"no S from {config.plan.staleness_min} to {config.plan.staleness_max} has a period in "
             f"this model; raise plan.staleness_max, or take another --model",
         ]
-    lines += columns(_HEAD, [_cells(config, row) for row in plan.rows])
+    lines += columns(
+        _HEAD,
+        [_cells(config, row, plan.intervals.get(row.staleness_max)) for row in plan.rows],
+    )
     if any(_is_configured(config, row) for row in plan.rows):
         lines.append("* staleness.max of this configuration")
+    if plan.intervals:
+        lines.append("(low to high) holds the true value in 90 % of cases, if the model is right")
     lines.append("")
     for _, group in groupby(plan.rows, key=lambda row: row.bottleneck):
         lines += _held_back(plan, list(group))
@@ -136,10 +144,27 @@ def _terms(plan: Plan) -> list[str]:
         ),
         *_offers(plan),
     ]
+    errors = _errors(plan)
+    if errors:
+        rows.append(("errors", errors))
     if plan.measured is not None:
         rows.append(("run", _run(plan, plan.measured)))
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {text}" for name, text in rows]
+
+
+def _errors(plan: Plan) -> str:
+    """What is uncertain, and by how much."""
+    errors, sources = plan.terms.errors, plan.terms.error_sources
+    return ", ".join(
+        f"{what} {100 * error:.2g}%" + (" (measured)" if sources[name] == "measured" else "")
+        for name, what, error in (
+            ("train", "T_train", errors.train),
+            ("rate", "rates", errors.rate),
+            ("bcast", "T_bcast", errors.bcast),
+        )
+        if error
+    )
 
 
 def _offers(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -165,7 +190,13 @@ def _run(plan: Plan, measured: Measured) -> str:
     return f"{told}, T_bcast {measured.bcast_s:.3g} s{of_plan}"
 
 
-def _cells(config: Config, row: PlanRow) -> tuple[str, ...]:
+def _cells(config: Config, row: PlanRow, interval: RowInterval | None) -> tuple[str, ...]:
+    usd, bubble = _amount(row.usd_per_step), f"{row.bubble_ratio:.1%}"
+    if interval is not None:
+        low, high = interval.usd_per_step
+        usd += f" ({_amount(low)} to {_amount(high)})"
+        low, high = interval.bubble
+        bubble += f" ({100 * low:.1f} to {100 * high:.1f})"
     return (
         f"{row.staleness_max}{'*' if _is_configured(config, row) else ''}",
         str(row.period),
@@ -174,9 +205,9 @@ def _cells(config: Config, row: PlanRow) -> tuple[str, ...]:
         f"{row.rate:.4g}",
         _machines(row.counts) + ("" if row.is_enough else " (not enough)"),
         _amount(row.usd_per_h),
-        _amount(row.usd_per_step),
+        usd,
         _amount(1000 * row.usd_per_step),
-        f"{row.bubble_ratio:.1%}",
+        bubble,
     )
 
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from echo2.core.capacity_pool import Pool
-from echo2.core.capacity_spread import Weights, fluid_bcast_s
 from echo2.core.capacity_steps import Cause, Counts, Rules, Slots, StepRecursion
 from echo2.core.settings import Late
 
@@ -48,10 +47,8 @@ class Workload:
     R `groups_per_step` groups a learner step; T_train `train_s` seconds of a step without waiting;
     S `staleness_max` steps; κ `period` steps, at most S + 1; `late` as in the configuration.
     `latency_cv`: coefficient of variation of a group's time in a slot (0.3: alike; 1: a long
-    tail). `lead_steps`: dispatch.lead_steps, None for the default. `spread`: how versions travel,
-    for the fluid bound of whatever pool; or what was measured, in seconds from the publication
-    until the bytes are there. `learner_usd_per_h`: $ per hour of learner and coordinator.
-    ValueError when a value is out of its range.
+    tail). `lead_steps`: dispatch.lead_steps, None for the default. `fetch_s`: seconds from the
+    publication until the bytes are there. ValueError when a value is out of its range.
     """
 
     groups_per_step: int
@@ -61,8 +58,7 @@ class Workload:
     late: Late = "wait"
     latency_cv: float = 0.5
     lead_steps: float | None = None
-    spread: Weights | float = 0.0
-    learner_usd_per_h: float = 0.0
+    fetch_s: float = 0.0
 
     def __post_init__(self) -> None:
         for field, value, least, most in (
@@ -72,8 +68,7 @@ class Workload:
             ("period", self.period, 1, self.staleness_max + 1),
             ("latency_cv", self.latency_cv, 0.0, LATENCY_CV_MAX),
             ("lead_steps", self.lead_steps or 0.0, 0.0, 1000.0),
-            ("learner_usd_per_h", self.learner_usd_per_h, 0.0, 1e9),
-            ("spread", 0.0 if isinstance(self.spread, Weights) else self.spread, 0.0, 1e9),
+            ("fetch_s", self.fetch_s, 0.0, 1e9),
         ):
             if not least <= value <= most:
                 raise ValueError(f"{field} is {value}; allowed is {least:g} to {most:g}")
@@ -83,27 +78,18 @@ class Workload:
         """R / T_train: groups per second that the learner eats when it never waits."""
         return self.groups_per_step / self.train_s
 
-    def fetch_s(self, pool: Pool) -> float:
-        """From the publication until the pool has the bytes, in seconds."""
-        if isinstance(self.spread, Weights):
-            return fluid_bcast_s(self.spread, pool) - _install_s(pool)
-        return self.spread
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """`bubble`: share of its time that the learner waits, with `bubble_error`, the standard error
     of what was played; `expired_share` of the groups that were begun; `staleness_mean` in learner
-    steps; `bcast_s` seconds until all have installed a version; `bottleneck` what the learner
+    steps; `bottleneck` what the learner
     waits for most (itself, where the bubble is at most BUBBLE_MAX), `reason` that in words."""
 
     bubble: float
     bubble_error: float
     expired_share: float
     staleness_mean: float
-    bcast_s: float
-    steps_per_h: float
-    usd_per_step: float
     bottleneck: Bottleneck
     reason: str
 
@@ -115,17 +101,12 @@ def predict(workload: Workload, pool: Pool, *, seed: int = 0) -> Prediction:
     counts, error = _played(workload, pool, seed=seed)
     total_s = counts.wait_s + counts.train_s
     bubble = counts.wait_s / total_s
-    step_s = workload.train_s / (1.0 - bubble)
-    usd_per_h = workload.learner_usd_per_h + pool.usd_per_h
     bottleneck = _bottleneck(counts, bubble)
     return Prediction(
         bubble=bubble,
         bubble_error=error,
         expired_share=counts.expired / (counts.expired + counts.trained),
         staleness_mean=counts.staleness / counts.trained,
-        bcast_s=workload.fetch_s(pool) + _install_s(pool),
-        steps_per_h=3600.0 / step_s,
-        usd_per_step=usd_per_h * step_s / 3600.0,
         bottleneck=bottleneck,
         reason=_reason(bottleneck, workload, pool, bubble),
     )
@@ -146,7 +127,7 @@ def _played(workload: Workload, pool: Pool, *, seed: int) -> tuple[Counts, float
         late=workload.late,
         latency_cv=workload.latency_cv,
         lead_steps=workload.lead_steps,
-        fetch_s=workload.fetch_s(pool),
+        fetch_s=workload.fetch_s,
     )
     share = rules.groups_per_step / workload.groups_per_step  # 1, where blocks are single groups
     kinds = []
@@ -165,10 +146,6 @@ def _played(workload: Workload, pool: Pool, *, seed: int) -> tuple[Counts, float
         counts = recursion.run(warmup=0, steps=steps)
         error = _bubble_error(counts, workload.train_s)
     return counts, error
-
-
-def _install_s(pool: Pool) -> float:
-    return max(kind.install_s for kind, _ in pool.members)
 
 
 def _bubble_error(counts: Counts, train_s: float) -> float:
@@ -209,9 +186,10 @@ def _reason(bottleneck: Bottleneck, workload: Workload, pool: Pool, bubble: floa
             'staleness.max, set staleness.late = "drop", or shorten what a group takes'
         )
     if bottleneck == "install":
+        install_s = max(kind.install_s for kind, _ in pool.members)
         return (
             "installs: slots wait for the new version, which takes "
-            f"{workload.fetch_s(pool) + _install_s(pool):.4g} s; send deltas, or raise "
+            f"{workload.fetch_s + install_s:.4g} s; send deltas, or raise "
             "staleness.period"
         )
     return (

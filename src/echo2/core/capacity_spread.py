@@ -29,7 +29,7 @@ class Weights:
     def __post_init__(self) -> None:
         if not (
             self.num_bytes >= 0
-            and 0 < self.origin_up_mbit < 1e9
+            and 0 < self.origin_up_mbit < 1e12
             and 0 <= self.delta_share <= 1
             and 0 <= self.encode_s < 1e9
         ):

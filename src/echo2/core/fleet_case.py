@@ -57,13 +57,16 @@ class FleetCase:
 
     def whole(self) -> Fleet:
         """All machines."""
-        offers = [machine.offer(self.terms, self.period) for machine in self.machines]
         counts = {machine.kind.name: machine.count for machine in self.machines}
+        return self.these(counts, why="all on offer")
+
+    def these(self, counts: Mapping[str, int], *, why: str) -> Fleet:
+        """So many of each, by name."""
+        offers = [machine.offer(self.terms, self.period) for machine in self.machines]
         pool = _pool(self.machines, counts)
-        usd_per_h = math.fsum(offer.mean_usd_per_h * offer.count for offer in offers)
+        usd_per_h = math.fsum(offer.mean_usd_per_h * counts.get(offer.name, 0) for offer in offers)
         return Fleet(
-            OfferSet(counts, usd_per_h, pool.rate_groups_per_s, usd_per_h, True, "all on offer"),
-            pool,
+            OfferSet(counts, usd_per_h, pool.rate_groups_per_s, usd_per_h, True, why), pool
         )
 
     def bcast_s(self, pool: Pool) -> float:

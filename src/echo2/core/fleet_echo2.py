@@ -56,7 +56,7 @@ class Echo2Model:
         return case.row(
             fleet,
             mu_min=mu_min,
-            step_s=_step_s(case, self._of(case, fleet.pool)),
+            step_s=self.step_s(case, fleet.pool),
             bottleneck=words,
             is_enough=True,
         )
@@ -84,12 +84,18 @@ class Echo2Model:
         rows = [self._row_too_few(case, fleet, math.inf, "") for fleet in fleets]
         return min(rows, key=lambda row: row.usd_per_step)
 
+    def step_s(self, case: FleetCase, pool: Pool) -> float:
+        return case.terms.train_s / (1.0 - self._of(case, pool).bubble)
+
+    def bubble_error(self, case: FleetCase, pool: Pool) -> float:
+        return self._of(case, pool).bubble_error
+
     def _row_too_few(self, case: FleetCase, fleet: Fleet, mu_min: float, words: str) -> PlanRow:
         prediction = self._of(case, fleet.pool)
         return case.row(
             fleet,
             mu_min=mu_min,
-            step_s=_step_s(case, prediction),
+            step_s=self.step_s(case, fleet.pool),
             bottleneck=words or prediction.reason,
             is_enough=False,
         )
@@ -157,7 +163,7 @@ class Echo2Model:
                 late=terms.late,
                 latency_cv=terms.latency_cv,
                 lead_steps=terms.lead_steps,
-                spread=case.bcast_s(pool) - max(kind.install_s for kind, _ in pool.members),
+                fetch_s=case.bcast_s(pool) - max(kind.install_s for kind, _ in pool.members),
             ),
             _alike(pool),
         )
@@ -184,7 +190,3 @@ def _merged(members: Sequence[tuple[WorkerKind, int]]) -> tuple[WorkerKind, int]
 
 
 _predict = lru_cache(maxsize=4096)(predict)
-
-
-def _step_s(case: FleetCase, prediction: Prediction) -> float:
-    return case.terms.train_s / (1.0 - prediction.bubble)

@@ -107,3 +107,6 @@ class PaperModel:
             bcast_s / case.period + sampling_s,
             (bcast_s + sampling_s) / (case.staleness_max + 1 - case.period),
         )
+
+    def bubble_error(self, case: FleetCase, pool: Pool) -> float:
+        return 0.0

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
+from echo2.core.capacity_pool import Pool
 from echo2.core.fleet_case import FleetCase
 from echo2.core.fleet_terms import Machine, PlanRow, RunTerms
 
@@ -37,6 +38,12 @@ class CapacityModel(Protocol):
 
     def too_few(self, case: FleetCase) -> PlanRow:
         """What comes of a case in which no set is enough."""
+
+    def step_s(self, case: FleetCase, pool: Pool) -> float:
+        """Seconds of a learner step, waiting included."""
+
+    def bubble_error(self, case: FleetCase, pool: Pool) -> float:
+        """Standard error of the bubble behind `step_s`, from chance; 0 where nothing is played."""
 
 
 def fleet_plan(

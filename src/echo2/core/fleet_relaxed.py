@@ -91,15 +91,12 @@ def _changes(terms: RunTerms, machines: Sequence[Machine], row: PlanRow) -> Iter
     yield _Change(f"S {s} -> {s + 1}", terms, machines, s + 1)
     yield with_machines(
         "a line twice as wide at each machine",
-        [
-            _with_kind(m, up_mbit=2 * m.kind.up_mbit, down_mbit=2 * m.kind.down_mbit)
-            for m in machines
-        ],
+        [m.with_kind(up_mbit=2 * m.kind.up_mbit, down_mbit=2 * m.kind.down_mbit) for m in machines],
     )
     if any(m.kind.install_s for m in machines):
         yield with_machines(
             "an install in half the time",
-            [_with_kind(m, install_s=m.kind.install_s / 2) for m in machines],
+            [m.with_kind(install_s=m.kind.install_s / 2) for m in machines],
         )
     used_up = [m for m in machines if row.counts.get(m.kind.name, 0) == m.count]
     for machine in sorted(used_up, key=lambda m: m.kind.usd_per_group)[:USED_UP_MAX]:
@@ -107,7 +104,3 @@ def _changes(terms: RunTerms, machines: Sequence[Machine], row: PlanRow) -> Iter
             f"{2 * machine.count} of {machine.kind.name} instead of {machine.count}",
             [replace(m, count=2 * m.count) if m is machine else m for m in machines],
         )
-
-
-def _with_kind(machine: Machine, **changed: Any) -> Machine:
-    return replace(machine, kind=replace(machine.kind, **changed))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from echo2.core.activation import Offer
 from echo2.core.capacity_pool import WorkerKind
@@ -66,6 +66,10 @@ class Machine:
             self.count,
             self.availability,
         )
+
+    def with_kind(self, **changed: Any) -> Machine:
+        """The same machine with these fields of its kind changed."""
+        return replace(self, kind=replace(self.kind, **changed))
 
     @property
     def on_average(self) -> WorkerKind:
