@@ -21,7 +21,7 @@ import echo2
 from .mutants import MUTANTS, Mutant
 
 PACKAGE = Path(echo2.__file__).parent
-SEEDS = {"storm": 8}
+SEEDS = {"storm": 40}
 SEEDS_ELSE = 60
 TOGETHER = 2
 
