@@ -69,10 +69,16 @@ def test_workers_that_come_back_late_break_nothing(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_liars_are_found_out_and_nobody_else(seed: int) -> None:
     """That nobody honest is, and that nothing of theirs is trained afterwards, is checked after
-    every event."""
+    every event. Where a share of the groups is audited, a run may end before enough of those of a
+    liar were."""
     simulation = Simulation(SCENARIOS["lying"](seed))
     simulation.run()
-    assert simulation.invariants.books.quarantined.keys() == simulation.scenario.liars.keys()
+    liars, audits = simulation.scenario.liars, simulation.core.state.audits
+    found = simulation.invariants.books.quarantined.keys()
+    assert found <= liars.keys()
+    for peer in liars.keys() - found:
+        assert liars[peer] == "rewards"
+        assert len(audits.rewards[peer].refuted) < audits.settings.refuted_needed
 
 
 def test_without_faults_a_liar_is_found_within_the_groups_that_the_documents_state() -> None:
