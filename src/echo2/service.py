@@ -210,7 +210,7 @@ class Coordinator:
     async def __aenter__(self) -> Coordinator:
         try:
             await self._start()
-        except BaseException:
+        except BaseException:  # also when it is cancelled: nothing that was started is left
             await self._exit.aclose()
             raise
         return self

@@ -181,7 +181,7 @@ class Router:
         self._sockets = (socket, monitor)
         try:
             self.endpoint = await self._bind_socket(socket, bind_timeout_s)
-        except BaseException:
+        except BaseException:  # also when it is cancelled: no socket is left behind
             self._close()
             raise
         self._wakeups = Wakeups(socket, monitor)
@@ -364,7 +364,7 @@ class Router:
         self.counters["received"] += 1
         try:
             self._on_message(peer, message)
-        except Exception as error:
+        except Exception as error:  # whatever it is, it goes on, and says by whose message
             error.add_note(f"while {peer}'s {type(message).__name__} was handled")
             raise
 

@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         began = time.perf_counter()
         try:
             outcome = simulation.run()
-        except Exception as error:
+        except Exception as error:  # a violation, or the core's own bug: both end the play
             print(simulation.last_events())
             print(f"{type(error).__name__}: {error}")
             print(f"again: {command_of(options.scenario, seed)}")
