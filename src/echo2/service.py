@@ -72,7 +72,6 @@ from echo2.ledger import durable as ledger
 from echo2.ledger.durable import DurableLedger
 from echo2.ledger.events_log import EventsLog
 from echo2.messages import (
-    AuditOrdered,
     BatchGroup,
     Goodbye,
     GroupResult,
@@ -568,7 +567,7 @@ class Coordinator:
             case DeliverGroup():
                 self._send(effect.peer, _batch_group(effect))
             case OrderAudit():
-                self._send(effect.peer, _audit_ordered(effect))
+                self._send(effect.peer, effect.message())
             case Persist(record_id, record):
                 self._ledger.append(record_id, record)
             case ProbeRelay(peer, endpoint):
@@ -629,20 +628,6 @@ def _batch_group(effect: DeliverGroup) -> BatchGroup:
     )
     wire.hand_on(group, payload, "trajectories")
     return group
-
-
-def _audit_ordered(effect: OrderAudit) -> AuditOrdered:
-    payload = effect.result.payload
-    assert isinstance(payload, GroupResult)
-    return AuditOrdered(
-        lease=effect.result.lease,
-        group=effect.group,
-        task=effect.task,
-        sampling=effect.sampling,
-        trajectories=effect.result.trajectories,
-        token_ids=payload.token_ids,
-        loss_mask=payload.loss_mask,
-    )
 
 
 def _default_run_dir(config: Config) -> Path:

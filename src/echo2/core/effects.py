@@ -10,7 +10,7 @@ from typing import Any
 
 from echo2.core.group import StoredResult
 from echo2.core.records import Record
-from echo2.messages import Message
+from echo2.messages import AuditOrdered, GroupResult, Message
 from echo2.types import GroupId, PeerId, Sampling, Task
 
 
@@ -43,6 +43,19 @@ class OrderAudit:
     task: Task
     result: StoredResult
     sampling: Sampling
+
+    def message(self) -> AuditOrdered:
+        payload = self.result.payload
+        assert isinstance(payload, GroupResult)
+        return AuditOrdered(
+            lease=self.result.lease,
+            group=self.group,
+            task=self.task,
+            sampling=self.sampling,
+            trajectories=self.result.trajectories,
+            token_ids=payload.token_ids,
+            loss_mask=payload.loss_mask,
+        )
 
 
 @dataclass(frozen=True, slots=True)

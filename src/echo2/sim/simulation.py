@@ -311,7 +311,7 @@ class Simulation:
             case DeliverGroup(peer):
                 self._send_out(peer, "rollouts", effect)
             case OrderAudit(peer):
-                self._send_out(peer, AuditOrdered.LANE, _audit_ordered(effect))
+                self._send_out(peer, AuditOrdered.LANE, effect.message())
             case Persist(record_id, record):
                 self.ledger.append(record_id, record)
                 self._persist(record_id)
@@ -377,20 +377,6 @@ def _line(now: float, what: Event | Emit | str) -> str:
     if isinstance(what, Emit):
         return f"{now:9.3f}    -> {what.event} {what.fields}"
     return f"{now:9.3f} {_short(what)}"
-
-
-def _audit_ordered(effect: OrderAudit) -> AuditOrdered:
-    payload = effect.result.payload
-    assert isinstance(payload, GroupResult)
-    return AuditOrdered(
-        lease=effect.result.lease,
-        group=effect.group,
-        task=effect.task,
-        sampling=effect.sampling,
-        trajectories=effect.result.trajectories,
-        token_ids=payload.token_ids,
-        loss_mask=payload.loss_mask,
-    )
 
 
 def _is_routine(event: Event) -> bool:
