@@ -1,26 +1,30 @@
 """For each S, the cheapest machines on offer with which the learner hardly waits.
 
-    machines with downlink >= d, or with latency <= l --model--> cheapest set that is enough
+    machines with downlink >= d, latency <= l, rate >= r or uplink >= u
+        --model--> cheapest set that is enough
     of all such levels and all periods κ: the one with the cheapest step
 
 Who takes part decides about T_bcast, since one slow downlink holds up all, and about how long a
-batch waits for its slowest group. So the slowest of each kind are left out one level after the
-other. Uplinks are not chosen by: where they are scarce, a set with fewer but wider ones may be
-cheaper, and is found only if a level leads to it.
+batch waits for its slowest group. Where uplinks are narrower than the origin's, each machine more
+makes T_bcast longer, so few quick ones may do what many slow ones cannot. So the slowest in each
+sense are left out one level after the other. The cheapest set is among those looked at where no
+uplink is narrower than the origin's and there are at most LEVELS_MAX + 1 downlinks; elsewhere a
+set between two levels may be cheaper.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
-from echo2.core.capacity_pool import Pool
+from echo2.core.capacity_pool import Pool, WorkerKind
 from echo2.core.fleet_case import FleetCase
 from echo2.core.fleet_terms import Machine, PlanRow, RunTerms
 
 LEVELS_MAX: Final = 4
-"""Downlinks, and latencies, that are looked at as the slowest, evenly chosen among those there."""
+"""Downlinks, latencies, rates and uplinks that are looked at as the slowest, evenly chosen among
+those there."""
 
 
 class CapacityModel(Protocol):
@@ -94,14 +98,22 @@ def _cheapest_enough(
 
 
 def _levels(machines: Sequence[Machine]) -> Iterator[list[Machine]]:
-    """All machines; those with at least some downlink, the widest alone last; those whose groups
-    take at most so long, the quickest alone last."""
+    """All machines; then, in each sense, without the slowest, the quickest alone last."""
     yield list(machines)
-    for least in _spaced(sorted({machine.kind.down_mbit for machine in machines})):
-        yield [machine for machine in machines if machine.kind.down_mbit >= least]
-    latencies = sorted({machine.kind.latency_s for machine in machines}, reverse=True)
-    for most_s in _spaced(latencies):
-        yield [machine for machine in machines if machine.kind.latency_s <= most_s]
+    senses: list[Callable[[WorkerKind], float]] = [
+        lambda kind: kind.down_mbit,
+        lambda kind: -kind.latency_s,
+        lambda kind: kind.rate_groups_per_s,
+        lambda kind: kind.up_mbit,
+    ]
+    seen = {frozenset(machine.kind.name for machine in machines)}
+    for sense in senses:
+        for least in _spaced(sorted({sense(machine.kind) for machine in machines})):
+            found = [machine for machine in machines if sense(machine.kind) >= least]
+            names = frozenset(machine.kind.name for machine in found)
+            if names not in seen:
+                seen.add(names)
+                yield found
 
 
 def _spaced(values: list[float]) -> list[float]:
