@@ -564,10 +564,11 @@ class Coordinator:
         match effect:
             case Send(peer, message):
                 self._send(peer, message)
-            case DeliverGroup():
-                self._send(effect.peer, _batch_group(effect))
-            case OrderAudit():
-                self._send(effect.peer, effect.message())
+            case DeliverGroup() | OrderAudit():
+                if effect.result.payload is None:
+                    self._tasks.start(self._send_stored(effect), name="stored group")
+                else:
+                    self._send(effect.peer, _with_payload(effect, effect.result.payload))
             case Persist(record_id, record):
                 self._ledger.append(record_id, record)
             case ProbeRelay(peer, endpoint):
@@ -579,6 +580,10 @@ class Coordinator:
                 self._sockets.forget(PeerId(fields["worker"]))
             case Emit():
                 pass  # written above
+
+    async def _send_stored(self, effect: DeliverGroup | OrderAudit) -> None:
+        payload = await self._ledger.read(effect.group, effect.result.lease)
+        self._send(effect.peer, _with_payload(effect, payload))
 
     async def _probe(self, peer: PeerId, endpoint: str) -> None:
         probe = await probe_endpoint(endpoint)
@@ -612,8 +617,9 @@ def _only_coordinator_of(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def _batch_group(effect: DeliverGroup) -> BatchGroup:
-    payload = effect.result.payload
+def _with_payload(effect: DeliverGroup | OrderAudit, payload: object) -> Message:
+    if isinstance(effect, OrderAudit):
+        return effect.message(payload)
     assert isinstance(payload, GroupResult)
     group = BatchGroup(
         incarnation=effect.incarnation,

@@ -15,6 +15,7 @@ from echo2.core.coordinator import CoordinatorState
 from echo2.core.effects import Effect, OrderAudit, Persist, Send
 from echo2.core.events import Event, Persisted, Received, Tick
 from echo2.core.group import WITH_RESULT, GroupState
+from echo2.core.records import GroupStored
 from echo2.core.settings import CoordinatorSettings
 from echo2.errors import RemoteProtocolError
 from echo2.messages import (
@@ -136,6 +137,7 @@ class Driver(RuleBasedStateMachine):
         self.ending = False
         self.last_hello: tuple[PeerId, LearnerHello] | None = None
         self.orders: list[OrderAudit] = []
+        self.payloads: dict[LeaseId, object] = {}
         self.turn: list[tuple[Event | None, list[Effect]]] = []
         self.turn_left = 0
         """So many events more are taken before the turn is settled."""
@@ -189,8 +191,10 @@ class Driver(RuleBasedStateMachine):
 
     def carry_out(self, effect: Effect) -> None:
         match effect:
-            case Persist(record_id):
+            case Persist(record_id, record):
                 self.pending.append(record_id)
+                if isinstance(record, GroupStored):
+                    self.payloads[record.lease] = record.payload
             case OrderAudit():
                 self.orders.append(effect)
             case Send(peer, LeaseGranted() as granted):
@@ -258,7 +262,7 @@ class Driver(RuleBasedStateMachine):
 
     def answer(self, order: OrderAudit) -> None:
         """The truth, as the tokens have it."""
-        rewards = truth_of(order.result.payload)
+        rewards = truth_of(self.payloads[order.result.lease])
         message = AuditDone(lease=order.result.lease, group=order.group, rewards=rewards)
         self.receive(order.peer, message)
 

@@ -24,7 +24,8 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class DeliverGroup:
-    """Send one group of a granted batch to the learner, with the frames of its payload."""
+    """Send one group of a granted batch to the learner, with the frames of its payload; from the
+    ledger, where the result is without."""
 
     peer: PeerId
     incarnation: int
@@ -36,7 +37,8 @@ class DeliverGroup:
 
 @dataclass(frozen=True, slots=True)
 class OrderAudit:
-    """Have `peer` recompute the rewards of a group: AuditOrdered, with its payload's frames."""
+    """Have `peer` recompute the rewards of a group: AuditOrdered, with its payload's frames; from
+    the ledger, where the result is without."""
 
     peer: PeerId
     group: GroupId
@@ -44,8 +46,7 @@ class OrderAudit:
     result: StoredResult
     sampling: Sampling
 
-    def message(self) -> AuditOrdered:
-        payload = self.result.payload
+    def message(self, payload: object) -> AuditOrdered:
         assert isinstance(payload, GroupResult)
         return AuditOrdered(
             lease=self.result.lease,

@@ -13,7 +13,7 @@ A group ends exactly once; a rewind of the learner may revive an ended one.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from echo2.messages import GroupResult
@@ -82,13 +82,13 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class StoredResult:
-    """What arrived for a group; `payload` is opaque here (the frames). `versions`: all that
-    sampled a token of it."""
+    """What arrived for a group; `payload` is opaque here (the frames), and None when only the
+    ledger has it. `versions`: all that sampled a token of it."""
 
     lease: LeaseId
     worker: PeerId
     trajectories: tuple[TrajectoryHeader, ...]
-    payload: object
+    payload: object | None
     versions: frozenset[Version] = field(init=False, compare=False)
     min_version: Version = field(init=False, compare=False)
     max_version: Version = field(init=False, compare=False)
@@ -112,6 +112,10 @@ class StoredResult:
     @property
     def has_reward_variance(self) -> bool:
         return len({t.reward for t in self.trajectories}) > 1
+
+    def without_payload(self) -> StoredResult:
+        """The same, its payload left to the ledger."""
+        return self if self.payload is None else replace(self, payload=None)
 
     def min_version_from(self, step: int) -> Version | None:
         """The oldest version at or above `step`: the oldest token that stays in the loss."""

@@ -1,7 +1,8 @@
 """What a resumed learner would get back: groups trained since the oldest kept checkpoint.
 
-A result is kept only while some kept checkpoint could still admit it; of the others the
-task alone is remembered, to be queued again. Bounded by the checkpoint period.
+A result is kept only while some kept checkpoint could still admit it, and without its payload,
+which is in the ledger; of the others the task alone is remembered, to be queued again. Bounded by
+the checkpoint period.
 """
 
 from __future__ import annotations
@@ -68,6 +69,5 @@ class TrainedHistory:
         newest = result.max_version.step
         last = min(step, expiry_step(newest, staleness_max=self.staleness_max))
         useful = any(newest <= kept <= last for kept in self.kept)
-        if not useful:
-            group.result = None
+        group.result = result.without_payload() if useful else None
         return useful

@@ -413,6 +413,17 @@ class Database:
             for index, lease, worker, attempt, trained_at, told, *place in rows
         ]
 
+    def place(self, group: GroupId, lease: str) -> Place | None:
+        """Where the payload that this lease delivered lies; None when it is not needed, or
+        another lease's result took its place."""
+        row = self._rows.get(index_of(group))
+        if row is None or row.lease != lease or row.segment is None:
+            return None
+        assert row.offset is not None
+        assert row.num_bytes is not None
+        assert row.digest is not None
+        return Place(row.segment, row.offset, row.num_bytes, row.digest)
+
     def _leases(self) -> tuple[RestoredLease, ...]:
         rows = self._db.execute(
             "SELECT idx, lease, worker, incarnation, step, attempt, revoke_after_s FROM groups "

@@ -4,6 +4,7 @@
                                              events.jsonl as it is, fdatasync
                                              facts applied, COMMIT
                                  --> on_persisted(record_ids), in the order of appending
+    read(group)    --> queue --> the same:   a payload, as it was stored
 
 The thread takes all that has come while it was busy into one commit, so that a thousand groups
 a second cost a few dozen waits for the disk. Nothing is answered before it is on the disk; an
@@ -35,9 +36,9 @@ from echo2.errors import ConfigError, Echo2Error
 from echo2.ledger.database import OBSERVED, Database, StoredGroup
 from echo2.ledger.events_log import cut_torn_lines, read_events
 from echo2.ledger.events_log import restore as restore_from_events
-from echo2.ledger.segments import SEGMENT_BYTES, Segments
+from echo2.ledger.segments import SEGMENT_BYTES, Place, Segments
 from echo2.messages import GroupResult, Lane, Role
-from echo2.types import LeaseId, PeerId, Task
+from echo2.types import GroupId, LeaseId, PeerId, Task
 from echo2.weights.files import sync_folder
 
 log = structlog.get_logger(__name__)
@@ -62,8 +63,15 @@ class _Observed:
     position: int
 
 
-_Entry = tuple[int, Record] | _Observed | None
-"""None: the end."""
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    group: GroupId
+    lease: LeaseId
+    found: asyncio.Future[GroupResult]
+
+
+_Written = tuple[int, Record] | _Observed
+_Entry = _Written | _Wanted
 
 
 class DurableLedger:
@@ -74,7 +82,7 @@ class DurableLedger:
         self._run_dir = run_dir
         self._segments = Segments(run_dir / FOLDER, segment_bytes=segment_bytes)
         self._database: Database | None = None
-        self._queue: queue.SimpleQueue[_Entry] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._on_persisted: Callable[[Sequence[int]], None] = lambda _: None
         self._num_ended = 0
@@ -153,12 +161,23 @@ class DurableLedger:
         if event in OBSERVED:
             self._queue.put(_Observed(event, fields, position))
 
+    async def read(self, group: GroupId, lease: LeaseId) -> GroupResult:
+        """What this lease delivered, of a group that a learner may still get. When it is not
+        there any more, `wait` raises what is wrong, and this waits."""
+        found: asyncio.Future[GroupResult] = asyncio.get_running_loop().create_future()
+        self._queue.put(_Wanted(group, lease, found))
+        return await found
+
     # ------------------------------------------------------------------- the thread
 
     def _run(self, loop: asyncio.AbstractEventLoop, failed: asyncio.Future[None]) -> None:
         try:
             while batch := self._next_batch():
-                self._commit(batch)
+                self._commit([entry for entry in batch if not isinstance(entry, _Wanted)])
+                for entry in batch:
+                    if isinstance(entry, _Wanted):
+                        payload = self._read_wanted(entry)
+                        loop.call_soon_threadsafe(_give, entry.found, payload)
                 done = [entry[0] for entry in batch if isinstance(entry, tuple)]
                 if done:
                     loop.call_soon_threadsafe(self._tell, done)
@@ -176,12 +195,12 @@ class DurableLedger:
     def _tell(self, record_ids: list[int]) -> None:
         self._on_persisted(record_ids)
 
-    def _next_batch(self) -> list[tuple[int, Record] | _Observed]:
+    def _next_batch(self) -> list[_Entry]:
         """All that waits, at least one, and what comes within GATHER_S; empty at the end."""
         entry = self._queue.get()
         if entry is not None:
             time.sleep(GATHER_S)
-        batch: list[tuple[int, Record] | _Observed] = []
+        batch: list[_Entry] = []
         while entry is not None:
             batch.append(entry)
             if len(batch) == BATCH_MAX:
@@ -194,7 +213,7 @@ class DurableLedger:
             self._queue.put(None)  # the end comes after this batch
         return batch
 
-    def _commit(self, batch: list[tuple[int, Record] | _Observed]) -> None:
+    def _commit(self, batch: list[_Written]) -> None:
         database = self._database
         assert database is not None
         places = {}
@@ -223,6 +242,17 @@ class DurableLedger:
         self.num_commits += 1
         if settles:
             self._remove_unneeded(database)
+
+    def _read_wanted(self, wanted: _Wanted) -> GroupResult:
+        assert self._database is not None
+        place = self._database.place(wanted.group, wanted.lease)
+        if place is None:
+            raise Echo2Error(
+                f"the ledger in {self._run_dir} does not hold group {wanted.group} of lease "
+                f"{wanted.lease}, which the learner is to get: this is a bug of echo2; start the "
+                "coordinator again, and what it does not find is sampled again"
+            )
+        return self._read(place)[1]
 
     def _remove_unneeded(self, database: Database) -> None:
         for number in set(self._segments.numbers()) - database.segments():
@@ -257,22 +287,31 @@ class DurableLedger:
                 database.events_position = end
 
     def _read_group(self, stored: StoredGroup) -> RestoredGroup:
-        task, *frames = self._segments.read(stored.place)
+        task, message = self._read(stored.place)
+        lease, worker = LeaseId(stored.lease), PeerId(stored.worker)
+        payload = message if stored.trained_at is None else None
+        return RestoredGroup(
+            stored.id,
+            task,
+            StoredResult(lease, worker, message.trajectories, payload),
+            stored.attempt,
+            trained_at=stored.trained_at,
+            told=stored.told,
+        )
+
+    def _read(self, place: Place) -> tuple[Task, GroupResult]:
+        task, *frames = self._segments.read(place)
         message = wire.decode(
             frames, lane=Lane.ROLLOUTS, sender=Role.WORKER, receiver=Role.COORDINATOR
         )
         assert isinstance(message, GroupResult)
         index, payload = wire.unpack(task, max_bytes=len(task))
-        lease, worker = LeaseId(stored.lease), PeerId(stored.worker)
-        result = StoredResult(lease, worker, message.trajectories, message)
-        return RestoredGroup(
-            stored.id,
-            Task(index, payload),
-            result,
-            stored.attempt,
-            trained_at=stored.trained_at,
-            told=stored.told,
-        )
+        return Task(index, payload), message
+
+
+def _give(found: asyncio.Future[GroupResult], payload: GroupResult) -> None:
+    if not found.done():
+        found.set_result(payload)
 
 
 def _frames(record: GroupStored) -> list[bytes]:

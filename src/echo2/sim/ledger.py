@@ -21,7 +21,8 @@ from echo2.core.restored import Restored, RestoredGroup
 from echo2.ledger.database import OBSERVED, Database
 from echo2.ledger.segments import Place
 from echo2.messages import GroupResult
-from echo2.types import GroupId
+from echo2.sim.moment import require
+from echo2.types import GroupId, LeaseId
 
 SETTLE_EACH: Final = 64
 """Commits after which what is settled is let go."""
@@ -57,6 +58,20 @@ class SimLedger:
             self._num_commits += 1
             if self._num_commits % SETTLE_EACH == 0:
                 database.settle()
+
+    def read(self, group: GroupId, lease: LeaseId) -> GroupResult | None:
+        """The payload of a result that the core left to the ledger, as production reads it. None
+        where nothing is kept; Violation where it is not there."""
+        if self._database is None:
+            return None
+        place = self._database.place(group, lease)
+        stored = self._stored[group].result
+        require(
+            place is not None and stored.lease == lease,
+            f"the payload of {group}, of lease {lease}, is to be read, and is not there",
+        )
+        assert isinstance(stored.payload, GroupResult)
+        return stored.payload
 
     def restored(self) -> Restored | None:
         """What a coordinator that is started now finds."""

@@ -309,9 +309,10 @@ class Simulation:
             case Send(peer, message):
                 self._send_out(peer, message.LANE, message)
             case DeliverGroup(peer):
+                self._payload(effect)
                 self._send_out(peer, "rollouts", effect)
             case OrderAudit(peer):
-                self._send_out(peer, AuditOrdered.LANE, effect.message())
+                self._send_out(peer, AuditOrdered.LANE, effect.message(self._payload(effect)))
             case Persist(record_id, record):
                 self.ledger.append(record_id, record)
                 self._persist(record_id)
@@ -319,6 +320,12 @@ class Simulation:
                 self._emit(effect)
             case Finish():
                 self.finish = effect
+
+    def _payload(self, effect: DeliverGroup | OrderAudit) -> object:
+        result = effect.result
+        if result.payload is not None:
+            return result.payload
+        return self.ledger.read(effect.group, result.lease)
 
     def _persist(self, record_id: int) -> None:
         """Durable after a while: in order, or in any order."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from core_builders import a_group, a_stored_result, a_version
 
 from echo2.core.group import Group
@@ -42,6 +44,16 @@ def test_a_result_is_kept_while_a_kept_checkpoint_could_admit_it() -> None:
     assert usable.result is not None
     assert too_old.result is None
     assert too_new.result is None
+
+
+def test_the_payload_of_a_trained_group_is_left_to_the_ledger() -> None:
+    history, group = a_history(), a_trained_group(0, step=0)
+    assert group.result is not None
+    group.result = replace(group.result, payload="frames")
+    history.add(0, [group])
+    assert group.result is not None
+    assert group.result.payload is None
+    assert group.result.versions == {a_version(0)}
 
 
 def test_a_result_trained_before_the_checkpoint_is_of_no_use_to_it() -> None:

@@ -20,6 +20,7 @@ from echo2.ledger import durable
 from echo2.ledger.durable import DurableLedger
 from echo2.ledger.events_log import EventsLog
 from echo2.ledger.segments import Segments, TornRecordError
+from echo2.types import LeaseId
 
 DEADLINE_S = 60.0
 
@@ -56,10 +57,45 @@ def test_what_was_answered_is_there_with_its_payload(tmp_path: Path) -> None:
             a_result(i) for i in range(20) if i not in (0, 7)
         ]
         trained = [group for group in found.groups if group.trained_at == 0]
-        assert [group.result.payload for group in trained] == [a_result(0), a_result(7)]
+        assert [group.result.trajectories for group in trained] == [
+            a_result(0).trajectories,
+            a_result(7).trajectories,
+        ]
+        assert all(group.result.payload is None for group in trained), "they may stay on the disk"
         assert found.groups[0].task.payload == '{"n": 1}'
         assert found.open_indexes == ()
         assert found.trained == (), "all of them are here with what they were trained on"
+
+    run(scenario())
+
+
+def test_a_payload_is_read_again_as_it_was_delivered(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with a_ledger(tmp_path) as running:
+            running.ledger.append(1, LearnerRecorded(1, 0))
+            for index in range(3):
+                running.ledger.append(2 + index, stored(index))
+            running.ledger.append(5, StepRecorded(1, 0, (group_of(0), group_of(1))))
+            running.ledger.append(6, LearnerRecorded(2, 0))
+            for index in range(3):
+                lease = stored(index).lease
+                assert await running.ledger.read(group_of(index), lease) == a_result(index)
+        async with a_ledger(tmp_path) as running:
+            assert await running.ledger.read(group_of(1), stored(1).lease) == a_result(1)
+
+    run(scenario())
+
+
+def test_a_payload_that_is_not_there_ends_the_coordinator(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with a_ledger(tmp_path) as running:
+            running.ledger.append(1, LearnerRecorded(1, 0))
+            running.ledger.append(2, stored(0))
+            reading = asyncio.create_task(running.ledger.read(group_of(0), LeaseId("another")))
+            with pytest.raises(Echo2Error, match=r"does not hold group g0 of lease another"):
+                await running.ledger.wait()
+            assert not reading.done()
+            reading.cancel()
 
     run(scenario())
 
