@@ -92,6 +92,8 @@ from echo2.weights.files import make_folder, write_whole
 log = structlog.get_logger()
 
 TICK_S: Final = 0.1
+PERSISTED_PER_TURN: Final = 32
+"""Records whose consequences are carried out before others have their turn."""
 LEAVE_S: Final = 5.0
 """At the end learner and workers may take so long to read that it is the end, and why."""
 QUIET_EVENTS: Final = frozenset(
@@ -198,6 +200,8 @@ class Coordinator:
         self._turn: list[list[Effect]] = []
         """Of each event that was taken and is not settled yet: its effects."""
         self._carrying_out = False
+        self._persisted: deque[int] = deque()
+        """Records that are on the disk, and the core has not been told so."""
         self._left: set[PeerId] = set()
         self._vocab_size = 0
         self._goodbye = asyncio.Event()
@@ -490,9 +494,17 @@ class Coordinator:
             self._take(event)
 
     def _on_persisted(self, record_ids: Sequence[int]) -> None:
-        for record_id in record_ids:
-            self._take(Persisted(record_id))
+        if not self._persisted:
+            asyncio.get_running_loop().call_soon(self._take_persisted)
+        self._persisted.extend(record_ids)
+
+    def _take_persisted(self) -> None:
+        """A few at a time: a commit may hold a thousand."""
+        for _ in range(min(PERSISTED_PER_TURN, len(self._persisted))):
+            self._take(Persisted(self._persisted.popleft()))
         self._settle()
+        if self._persisted:
+            asyncio.get_running_loop().call_soon(self._take_persisted)
 
     def _received(self, peer: PeerId, message: Message) -> Event | None:
         if isinstance(message, Goodbye) and (self._finish is not None or message.finished):

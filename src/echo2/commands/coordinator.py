@@ -27,7 +27,7 @@ def main(path: Path, run_dir: Path | None, overrides: list[str]) -> int:
     return uvloop.run(_serve(config, folder))
 
 
-GC_THRESHOLDS: Final = (20_000, 20, 20)
+GC_THRESHOLDS: Final = (5_000, 2_000, 20)
 """Objects that came and did not go, before Python looks for cycles among them. Groups make many
 objects and no cycle; by default they would all be looked at every few hundred groups, for tens
 of milliseconds."""

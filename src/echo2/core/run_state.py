@@ -7,7 +7,7 @@ collects the effects of the event under way.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -401,7 +401,8 @@ class RunState:
             waited_s = self.now - self.plan_waits[1]
             if waited_s < FIRST_PROBE_PATIENCE_S and not self.relays.plan_verdict(self.now):
                 return
-            self._plan(version, peers)
+            self._plan(version, peers, self._ways(version, peers))
+        ways = self._ways(version, peers)
         told: tuple[RelayPart, Way] | None = None
         for peer in peers:
             worker = self.members.get(peer)
@@ -412,14 +413,13 @@ class RunState:
                 worker.announced, worker.announced_at = version, self.now
             if part.stripes or part.serves:
                 self.tell_relays(peer)
-            way = self._way(version, peer)
+            way = ways[peer]
             if told != (part, way):  # without a plan all are told the same
                 told = part, way
                 message = announcement(self.announcements[version], part, way)
             self.send(peer, message)
 
-    def _plan(self, version: Version, peers: list[PeerId]) -> None:
-        ways = {peer: self._way(version, peer) for peer in peers}
+    def _plan(self, version: Version, peers: list[PeerId], ways: Mapping[PeerId, Way]) -> None:
         group = main_group(ways)
         published = self.announcements[version]
         way = ways[group[0]] if group else Way((), 0, 0)
@@ -433,17 +433,24 @@ class RunState:
             active = self.members.active(peers)
             self.broadcasts.begin(version, active=active, now=self.published_at[version], plan=plan)
 
-    def _way(self, version: Version, peer: PeerId) -> Way:
-        """Deltas from what the worker has, or the whole version."""
-        worker = self.members.get(peer)
-        if worker is None:
-            has: Sequence[str | None] = (None,)
-        elif worker.installed is None:
-            has = (None, *worker.stored)
-        else:
-            has = (self.lineage.published.get(worker.installed),)
-        ways = (self.deltas.way(self.announcements[version], have) for have in has)
-        return min(ways, key=lambda way: way.total_bytes)
+    def _ways(self, version: Version, peers: Sequence[PeerId]) -> dict[PeerId, Way]:
+        """Deltas from what each worker has, or the whole version. Most have the same."""
+        published = self.announcements[version]
+        found: dict[PeerId, Way] = {}
+        from_what: dict[tuple[str | None, ...], Way] = {}
+        for peer in peers:
+            worker = self.members.get(peer)
+            if worker is None:
+                has: tuple[str | None, ...] = (None,)
+            elif worker.installed is None:
+                has = (None, *worker.stored)
+            else:
+                has = (self.lineage.published.get(worker.installed),)
+            if has not in from_what:
+                ways = (self.deltas.way(published, have) for have in has)
+                from_what[has] = min(ways, key=lambda way: way.total_bytes)
+            found[peer] = from_what[has]
+        return found
 
     def tell_relays(self, peer: PeerId) -> None:
         """The list of relays, if the worker has not been told of it."""

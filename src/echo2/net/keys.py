@@ -14,8 +14,9 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -36,6 +37,10 @@ _SETTLED_NS: Final = 50_000_000
 may change once more under the same stamp."""
 _LOOK_AGAIN_S: Final = 0.02
 """So often it is read while that may be."""
+_LOOKS_AT_ALL: Final = 8
+"""So many looks after a change every file has been asked whether it is still the one it was."""
+_LOOKED_AT_MIN: Final = 64
+"""Files that a look asks at least."""
 
 
 STRANGER: Final = "stranger"
@@ -187,19 +192,34 @@ class AllowList:
         self._key_of: dict[str, str] = {}
         self._name_of: dict[str, str] = {}
         self._files: dict[str, _KeyFile] = {}
+        self._to_look_at: dict[str, None] = {}
+        """Files that are taken for what they were, by name and number, though their number may be
+        that of one that was removed. Those that wait longest first."""
+        self._looked_at = float("-inf")
         self._watch = FolderWatch(self.folder)
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the folder if it changed, of its files those that are new. Costs one stat
-        otherwise."""
+        """Read the folder if it changed, of its files those that are new; the others are looked at
+        in the next _LOOKS_AT_ALL calls. Costs one stat otherwise."""
         if self._watch.changed():
             self._read()
+        elif self._to_look_at and time.monotonic() - self._looked_at > _LOOK_AGAIN_S:
+            number = max(_LOOKED_AT_MIN, -(-len(self._files) // _LOOKS_AT_ALL))
+            self._look_at(list(islice(self._to_look_at, number)))
+            self._looked_at = time.monotonic()
 
     def name_of(self, public_key: str) -> str | None:
         """Who holds `public_key` now; None: a stranger."""
         if self._watch.changed() or not self._watch.is_settled:
             self._read()  # it may have come or gone a moment ago
+        name = self._name_of.get(public_key)
+        if not self._to_look_at:
+            return name
+        if name is not None:
+            self._look_at([f"{name}.pub"])
+        else:
+            self._look_at(list(self._to_look_at))
         return self._name_of.get(public_key)
 
     def refusal(self, public_key: str) -> str:
@@ -271,14 +291,12 @@ class AllowList:
     def _read(self) -> None:
         key_of: dict[str, str] = {}
         name_of: dict[str, str] = {}
-        self._files = _key_files(self.folder, self._files)
+        self._files, taken = _key_files(self.folder, self._files)
+        waits = {name: None for name in self._to_look_at if name in taken}
+        self._to_look_at = waits | dict.fromkeys(taken)
         for file_name, file in sorted(self._files.items()):
             name, problem = file_name.removesuffix(".pub"), file.problem
-            if not problem and not NAME_PATTERN.fullmatch(name):
-                problem = "its name cannot name a peer"
-            elif not problem and not _KEY_PATTERN.fullmatch(file.key):
-                problem = "it holds no Z85 key of 40 characters"
-            elif not problem and file.key in name_of:
+            if not problem and file.key in name_of:
                 problem = f"its key is already that of {name_of[file.key]}"
             if problem:
                 path = str(self.folder / file_name)
@@ -289,6 +307,19 @@ class AllowList:
         if key_of != self._key_of:
             self._key_of, self._name_of = key_of, name_of
             self.generation += 1
+
+    def _look_at(self, file_names: Sequence[str]) -> None:
+        """Read the folder anew if one of these is not the file that it was."""
+        others = []
+        for file_name in file_names:
+            self._to_look_at.pop(file_name, None)
+            known = self._files.get(file_name)
+            if known is not None and known.stamp != _stamp(f"{self.folder}/{file_name}"):
+                others.append(file_name)
+        if others:
+            for file_name in others:
+                del self._files[file_name]
+            self._read()
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,34 +332,51 @@ class _KeyFile:
     problem: str
 
 
-def _key_files(folder: Path, known: Mapping[str, _KeyFile]) -> dict[str, _KeyFile]:
-    """Of the folder, by name. A file is opened when it is new: a list of a thousand keys is read
-    while the coordinator serves their holders."""
+def _key_files(folder: Path, known: Mapping[str, _KeyFile]) -> tuple[dict[str, _KeyFile], set[str]]:
+    """Of the folder, by name, and which of them are taken for what they were. A file is asked for
+    its times, and opened, when it is new: a list of a thousand keys is read while the coordinator
+    serves their holders."""
     found: dict[str, _KeyFile] = {}
+    taken: set[str] = set()
     try:
         entries = list(os.scandir(folder))
     except FileNotFoundError:
-        return found
+        return found, taken
     for entry in entries:
         if not entry.name.endswith(".pub"):
             continue
+        before = known.get(entry.name)
+        if before is not None and before.stamp is not None and before.stamp[2] == entry.inode():
+            found[entry.name] = before
+            taken.add(entry.name)
+            continue
+        path = Path(entry.path)
         key = problem = ""
-        stamp = None
+        stamp = _stamp(path)
         try:
-            stat = entry.stat()
-            if abs(time.time_ns() - stat.st_mtime_ns) > _SETTLED_NS:
-                stamp = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
-            before = known.get(entry.name)
-            if before is not None and stamp is not None and before.stamp == stamp:
-                found[entry.name] = before
-                continue
-            key = Path(entry.path).read_text(encoding="ascii").strip()
+            key = path.read_text(encoding="ascii").strip()
         except FileNotFoundError:
             continue  # revoked while we read
         except (OSError, ValueError) as error:
             problem = str(error)
+        if not NAME_PATTERN.fullmatch(path.stem):
+            problem = problem or "its name cannot name a peer"
+        elif not _KEY_PATTERN.fullmatch(key):
+            problem = problem or "it holds no Z85 key of 40 characters"
         found[entry.name] = _KeyFile(stamp, key, problem)
-    return found
+    return found, taken
+
+
+def _stamp(path: Path | str) -> tuple[int, int, int] | None:
+    """By which a file is known again: when it was written, its size, its number in the file
+    system. None while it may change under them, and where there is none."""
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return None
+    if abs(time.time_ns() - stat.st_mtime_ns) <= _SETTLED_NS:
+        return None
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
 def check_name(name: str) -> None:

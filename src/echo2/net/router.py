@@ -60,6 +60,8 @@ log = structlog.get_logger()
 
 MESSAGES_PER_TURN: Final = 64
 BYTES_PER_TURN: Final = 8 << 20
+_TURN_S: Final = 0.005
+"""After so long a turn takes, or sends, no more: all else on the event loop waits for it."""
 PEERS_MAX: Final = 65536
 FLOOD: Final = "flood"
 """Why a message is refused that was not read: its peer's budget is used up."""
@@ -325,7 +327,10 @@ class Router:
         """Take in what is there, up to a bound; whether there may be more."""
         num_messages = num_bytes = 0
         self._turn_began_s = time.thread_time()
+        until_s = time.monotonic() + _TURN_S
         while num_messages < MESSAGES_PER_TURN and num_bytes < BYTES_PER_TURN:
+            if num_messages and time.monotonic() > until_s:
+                break
             try:
                 frames = receive_frames(socket)
             except zmq.Again:
@@ -455,8 +460,11 @@ class Router:
 
     def _send_turn(self, socket: zmq.Socket[bytes]) -> int:
         num_messages = num_bytes = 0
+        until_s = time.monotonic() + _TURN_S
         for peer in list(self._queued):
             if num_messages >= MESSAGES_PER_TURN or num_bytes >= BYTES_PER_TURN:
+                break
+            if num_messages and time.monotonic() > until_s:
                 break
             state = self._peers[peer]
             sent, sent_bytes = self._send_some(socket, peer, state)

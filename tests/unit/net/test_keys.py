@@ -156,6 +156,37 @@ def test_of_a_folder_that_changed_only_new_files_are_opened(
     assert all(ours.holds(name, key) for name, key in keys.items() if name != "w-3")
 
 
+@pytest.mark.parametrize("asks", ["the new", "the old", "nobody"])
+def test_a_file_with_the_number_of_a_removed_one_is_not_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks: str
+) -> None:
+    """A file system may give the number of a file that was removed to the next one."""
+    monkeypatch.setattr(keys_module, "_LOOK_AGAIN_S", -1.0)  # each look counts, whenever it is
+    ours = an_allow_list(tmp_path)
+    old, new = a_key(), a_key()
+    for index in range(200):
+        ours.authorize(f"other-{index}", a_key())
+    ours.authorize("w-1", old)
+    for path in ours.folder.glob("*.pub"):
+        os.utime(path, (1_000_000, 1_000_000))
+    assert ours.names()
+    for _ in range(20):
+        ours.refresh()
+    with (ours.folder / "w-1.pub").open("w") as file:  # the same number, and the name
+        file.write(f"{new}\n")
+    an_allow_list(tmp_path).authorize("w-2", a_key())
+    if asks == "the new":
+        assert ours.name_of(new) == "w-1"
+    elif asks == "the old":
+        assert ours.name_of(old) is None
+    else:
+        os.utime(ours.folder, (1_000_000, 1_000_000))
+        for _ in range(20):
+            ours.refresh()
+        assert ours.holds("w-1", new)
+        assert not ours.holds("w-1", old)
+
+
 def test_the_generation_counts_changes_only(tmp_path: Path) -> None:
     allow_list = an_allow_list(tmp_path)
     before = allow_list.generation
