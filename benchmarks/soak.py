@@ -1,7 +1,7 @@
 """Is the coordinator flat? Memory, descriptors, tasks, disk and the loop's lag over a long run.
 
     python benchmarks/soak.py [--groups 200000] [--workers 1000] [--rate 1000] [--churn 4]
-        [--plain] [--realtime] [--folder DIR] [--out FILE]
+        [--plain] [--realtime] [--warm-up 0] [--folder DIR] [--out FILE]
 
 One real `echo2 coordinator` (CURVE, ledger on the disk), the sockets of 1,000 null workers and
 a null learner, at a steady rate of groups of 16 x 512 tokens. Every second --churn workers leave,
@@ -21,6 +21,11 @@ there, the others under one that left. Each quantity is averaged from one tenth 
 
 With --realtime the coordinator runs before the processes of the load, which share its cores here
 and have machines of their own elsewhere (SCHED_RR; needs root).
+
+With --warm-up as many seconds pass under the same load before the first group counts. ZeroMQ takes
+room for the queues of a connection when it is made, 200 KB of it, and uses it, page by page, as
+messages pass: a thousand workers that send a few messages a second have used all of it after two
+minutes.
 
 Goals: each ratio of late to early at most 1.05, lag below 20 ms.
 Takes groups / rate seconds and half a minute: by default about four minutes.
@@ -81,8 +86,18 @@ class Soak:
         self._scraped_at = float("-inf")
         self._lag_before: list[tuple[float, float]] = []
 
-    def go(self) -> None:
+    def _pass(self, seconds: float) -> None:
+        """Joins and leaves go on, and nothing is counted."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            for _ in range(int(self._churn)):
+                self.one_leaves_one_comes()
+            time.sleep(SAMPLE_S)
+            self.run.check()
+
+    def go(self, warm_up_s: float) -> None:
         """Until so many groups were acknowledged. RuntimeError when they do not get on."""
+        self._pass(warm_up_s)
         self.scrape()
         self._lag_before = lag_buckets(self.metrics)
         begun = self.run.counts()[1]
@@ -235,6 +250,7 @@ def main() -> None:
     parser.add_argument("--publish-every", type=int, default=64, help="learner steps")
     parser.add_argument("--plain", action="store_true", help="without CURVE")
     parser.add_argument("--realtime", action="store_true", help="the coordinator goes first")
+    parser.add_argument("--warm-up", type=float, default=0.0, help="seconds")
     parser.add_argument("--samples", action="store_true", help="every sample in the output")
     parser.add_argument("--folder", type=Path, help="for the run folder")
     parser.add_argument("--out", type=Path)
@@ -257,6 +273,7 @@ def main() -> None:
             "rate": options.rate,
             "churn": options.churn,
             "realtime": options.realtime,
+            "warm_up_s": options.warm_up,
         },
         "goals": {"ratio": RATIO_MAX, "lag_p99_ms": LAG_MAX_MS},
     }
@@ -269,7 +286,7 @@ def main() -> None:
             for thread in os.listdir(f"/proc/{run.pid}/task"):
                 os.sched_setscheduler(int(thread), os.SCHED_RR, os.sched_param(1))
         soak = Soak(run, options.groups, options.churn)
-        soak.go()
+        soak.go(options.warm_up)
         steps, groups = run.trained()
         found.update(soak.report(), trained_groups=groups, learner_steps=steps)
     if options.samples:
