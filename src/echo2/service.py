@@ -35,8 +35,10 @@ import structlog
 from echo2 import wire
 from echo2.audit_key import load_or_create_audit_key
 from echo2.config import Config, config_to_toml
+from echo2.config_offers import OfferTable
 from echo2.config_vllm import precision_of
 from echo2.coordinator_sockets import CoordinatorSockets
+from echo2.core.activation_policy import ActivationSettings
 from echo2.core.coordinator import CoordinatorState
 from echo2.core.effects import (
     DeliverGroup,
@@ -59,7 +61,12 @@ from echo2.core.events import (
     Tick,
 )
 from echo2.core.restored import Restored
-from echo2.core.settings import AuditSettings, CoordinatorSettings
+from echo2.core.settings import (
+    ActivationTerms,
+    AuditSettings,
+    CoordinatorSettings,
+    OfferTerms,
+)
 from echo2.core.status import status as core_status
 from echo2.core.suspicion import MismatchRule
 from echo2.embedding import EmbeddedLearner, Tensors
@@ -131,6 +138,41 @@ def audit_settings_of(config: Config, key: bytes) -> AuditSettings:
     )
 
 
+def activation_terms_of(config: Config) -> ActivationTerms:
+    """[activation] and what it goes by, as the core reads it."""
+    table, provisioner = config.activation, config.provisioner
+    return ActivationTerms(
+        policy=table.policy,
+        settings=ActivationSettings(
+            margin=table.margin,
+            surplus_share=table.surplus_share,
+            persistence_s=table.persistence_s,
+            cool_down_s=table.cool_down_s,
+            errors=table.errors,
+            prior_samples=table.prior_samples,
+        ),
+        offers=tuple(_offer_terms(config, offer) for offer in config.offers),
+        train_s=config.plan.train_s,
+        provisions=provisioner.kind != "static",
+        machines_max=provisioner.max_workers,
+        ready_timeout_s=provisioner.ready_timeout_s,
+    )
+
+
+def _offer_terms(config: Config, offer: OfferTable) -> OfferTerms:
+    rate, tokens_per_group = offer.groups_per_s, config.plan.tokens_per_group
+    if offer.tokens_per_s is not None and tokens_per_group is not None:
+        rate = offer.tokens_per_s / tokens_per_group
+    return OfferTerms(
+        name=offer.name,
+        usd_per_h=offer.price_usd_per_h,
+        rate=rate,
+        count=offer.count,
+        standby_usd_per_h=offer.standby_usd_per_h,
+        egress_usd_per_gb=offer.egress_usd_per_gb,
+    )
+
+
 def settings_of(config: Config, run_id: str, audit_key: bytes = b"") -> CoordinatorSettings:
     """The core's settings out of the TOML schema."""
     return CoordinatorSettings(
@@ -160,7 +202,9 @@ def settings_of(config: Config, run_id: str, audit_key: bytes = b"") -> Coordina
         no_worker_timeout_s=config.run.no_worker_timeout_s,
         learner_timeout_s=config.run.learner_timeout_s,
         learner_usd_per_h=config.cost.learner_usd_per_h,
-        budget_usd=config.cost.budget_usd,
+        budget_usd=config.budget.max_usd,
+        origin_egress_usd_per_gb=config.plan.origin_egress_usd_per_gb,
+        activation=activation_terms_of(config),
         seed=config.run.seed,
         curve=config.net.curve,
         host=config.net.host,

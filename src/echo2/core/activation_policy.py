@@ -43,7 +43,8 @@ class ActivationSettings:
 class WorkerEstimate:
     """A worker as it is known now. `rate_mean` and `rate_deviation` of `num_samples` measurements,
     `prior_rate` before any, in groups/s. `is_here`: heartbeats come, and it was not reclaimed.
-    `standby_usd_per_h` is what it costs while it is not active."""
+    `standby_usd_per_h` is what it costs while it is not active. Without `may_leave` it is never
+    released, nor is one by which nothing would be saved."""
 
     name: str
     prior_rate: float
@@ -54,6 +55,7 @@ class WorkerEstimate:
     num_samples: int = 0
     is_here: bool = True
     is_active: bool = False
+    may_leave: bool = True
 
     def rate(self, prior_samples: float) -> float:
         """The mean of the measurements and the prior, each with its weight."""
@@ -136,10 +138,16 @@ class ActivationPolicy:
     def _dearest(
         self, active: Sequence[WorkerEstimate], pool: float, target: float
     ) -> tuple[str, ...]:
-        """The one with the highest price per rate, of those without which enough is left."""
+        """The one that saves most per rate, of those without which enough is left."""
         prior = self.settings.prior_samples
         spare = pool - (1 + self.settings.surplus_share / 2) * target
-        able = [worker for worker in active if worker.rate(prior) <= spare]
+        able = [
+            worker
+            for worker in active
+            if worker.may_leave
+            and worker.rate(prior) <= spare
+            and worker.usd_per_h > worker.standby_usd_per_h
+        ]
 
         def price_per_rate(worker: WorkerEstimate) -> float:
             saved = worker.usd_per_h - worker.standby_usd_per_h

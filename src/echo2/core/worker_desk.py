@@ -75,6 +75,7 @@ class WorkerDesk:
             on_update=hello.on_update,
             slots=hello.slots,
             price_usd_per_h=hello.price_usd_per_h,
+            standby_usd_per_h=hello.standby_usd_per_h,
             environment_version=hello.environment_version,
             joined_at=state.now,
             heard_at=state.now,
@@ -88,6 +89,10 @@ class WorkerDesk:
         if known is not None:
             worker.latency_s, worker.install_s = known.latency_s, known.install_s
             worker.slowest_rate, worker.mismatch = known.slowest_rate, known.mismatch
+            worker.cost_usd, worker.num_trajectories = known.cost_usd, known.num_trajectories
+            worker.active = known.active
+        elif not state.activation.joins_active(peer):
+            worker.active = False
         if hello.installed is not None and hello.installed in state.lineage.published:
             worker.installed = hello.installed
             worker.state = WorkerState.READY
@@ -132,6 +137,8 @@ class WorkerDesk:
                 precision=hello.precision,
                 slots=hello.slots,
             )
+            if not worker.active:
+                state.emit("worker_released", worker=peer, reason="came while enough are active")
         state.audits.auditor_left(peer)  # what it was asked before may be lost
         self.relays.joined(worker, was_here=known is not None)
         behind = newest is not None and (worker.installed is None or worker.installed < newest)
@@ -242,6 +249,7 @@ class WorkerDesk:
         self._tell_installed(peer, message)
         if first:
             state.emit("worker_ready", worker=peer)
+            state.activation.ready(peer, state.now)
         self.relays.installed(peer, message)
         newest = state.lineage.newest
         if newest in state.announcements and newest is not None and message.version < newest:
@@ -525,6 +533,7 @@ class WorkerDesk:
         state.turns_max = max([state.turns_max, *(t.num_turns for t in result.trajectories)])
         if worker is not None:
             worker.latency_s.add(seconds)
+            worker.num_trajectories += len(result.trajectories)
             rate = result.tokens / seconds
             if rate > 0:
                 worker.slowest_rate = min(rate, worker.slowest_rate or rate)
