@@ -29,8 +29,8 @@ def a_fleet(num_workers: int, **changes: Any) -> Scene:
     """Each makes a group per second and costs 1 $/h, or nothing while it stands by; the learner
     needs two groups per second."""
     given = terms(offers=(OfferTerms(name="w", usd_per_h=1.0, rate=1.0, standby_usd_per_h=0.0),))
-    scene = a_running_scene(tasks=0, slots=1, **{"activation": given, **changes})
-    for number in range(2, num_workers + 1):
+    scene = a_running_scene(slots=1, workers=(), tasks=0, **{"activation": given, **changes})
+    for number in range(1, num_workers + 1):
         scene.worker_joins(f"w-{number}", slots=1)
         scene.installs(f"w-{number}", scene.state.lineage.newest)
     return scene
@@ -59,7 +59,7 @@ def test_a_surplus_is_released_and_gets_no_lease_and_no_price() -> None:
     scene = a_fleet(5)
     scene.passes(60, alive=everyone)
     assert len(actives(scene)) == 3  # two, and what lies within the error of their rates
-    scene.submits(20)
+    scene.submits()
     granted = {scene.grantee[lease] for lease in scene.leases()}
     assert granted <= set(actives(scene))
     assert granted
@@ -217,25 +217,29 @@ def test_a_machine_is_paid_from_the_order_until_it_is_gone() -> None:
 
 
 def test_a_released_machine_is_stopped_when_its_last_lease_has_ended() -> None:
-    scene = a_provisioned_run(train_s=0.4)  # 5 groups/s: all of it
+    scene = a_provisioned_run(train_s=0.7, offers=(SMALL,))  # all three are needed
     found(scene)
     for each in until_started(scene):
         is_up(scene, each.worker)
     scene.submits(2)
-    leased = scene.grantee[scene.leases()[0]]
+    leases = scene.leases()
+    assert len({scene.grantee[lease] for lease in leases}) == 2
     scene.state.busy_s.add(40.0)  # the learner needs far less from now on
-    everyone = list(scene.state.members.workers)
-    stopped: list[StopMachine] = []
-    for _ in range(100):
-        for name in everyone:
-            if name in scene.state.members.workers:
+
+    def stopped_in(seconds: float) -> set[str]:
+        stopped: set[str] = set()
+        for _ in range(int(seconds * 5)):
+            for name in scene.state.members.workers:
                 scene.beats(name)
-        scene.learner_beats()
-        stopped += of_kind(scene.tick(0.2), StopMachine)
-    assert stopped
-    with_leases = {scene.grantee[lease] for lease in scene.leases()}
-    assert leased in with_leases
-    assert not with_leases & {each.worker for each in stopped}
+            scene.learner_beats()
+            stopped |= {each.worker for each in of_kind(scene.tick(0.2), StopMachine)}
+        return stopped
+
+    before = stopped_in(15)
+    assert not before & {scene.grantee[lease] for lease in leases}
+    for lease in leases:
+        scene.delivers(lease)
+    assert len(before | stopped_in(2)) == 2  # one has to stay
 
 
 def test_a_start_that_failed_is_not_tried_at_once_again() -> None:
