@@ -124,16 +124,6 @@ def _placeholders(c: Config) -> str | None:
                         + ", ".join(f"{{{each}}}" for each in PLACEHOLDERS)
                         + "; anything else in braces is not allowed"
                     )
-    named = {name for argument in p.start_command for name in _named(argument)}
-    if p.kind == "command" and not {"worker", "token"} <= named:
-        return (
-            "start_command must name {worker} and {token}: the machine is found by the one, and "
-            "its worker joins with the other"
-        )
-    if p.kind == "command" and not {"worker", "id"} & {
-        name for argument in p.stop_command for name in _named(argument)
-    }:
-        return "stop_command must name {worker} or {id}, to know which machine to stop"
     return None
 
 

@@ -49,6 +49,8 @@ from echo2.core.effects import (
     Persist,
     ProbeRelay,
     Send,
+    StartMachine,
+    StopMachine,
 )
 from echo2.core.events import (
     Event,
@@ -90,9 +92,11 @@ from echo2.messages import (
 )
 from echo2.metrics import CoordinatorMetrics
 from echo2.net.probe import probe_endpoint
-from echo2.net.sockets import close_context, make_context
+from echo2.net.sockets import close_context, endpoint_of, make_context
 from echo2.net.tasks import LoopLag, OwnedTasks
 from echo2.pardons import read_pardons, remove_pardon
+from echo2.provision.book import MachineBook
+from echo2.provision.link import KeeperLink
 from echo2.types import PeerId, Task, Version
 from echo2.weights.files import make_folder, write_whole
 
@@ -246,6 +250,7 @@ class Coordinator:
         self._vocab_size = 0
         self._goodbye = asyncio.Event()
         self._local: Callable[[Message], None] | None = None
+        self._machines: KeeperLink | None = None
         self._exit = contextlib.AsyncExitStack()
 
     # ------------------------------------------------------------------- life-cycle
@@ -269,6 +274,8 @@ class Coordinator:
             if self._finish is None:
                 self.stop("the coordinator is closed")
             await self._let_peers_leave()
+            if self._machines is not None:
+                await self._machines.end()
         finally:  # also when the records cannot be written any more
             await self._exit.aclose()
 
@@ -314,6 +321,7 @@ class Coordinator:
         self._tasks.start(self._ledger.wait(), name="ledger")
         self._tasks.start(self._sockets.wait(), name="sockets")
         self.feed(Tick())
+        self._keep_machines()
         record = {
             "run_id": self.run_id,
             "control": self.control_endpoint,
@@ -395,6 +403,31 @@ class Coordinator:
         await api.start()
         self._exit.push_async_callback(api.stop)
         self.http_url = api.url
+
+    def _keep_machines(self) -> None:
+        """Have a keeper start and stop machines, if any are to be."""
+        if self.config.provisioner.kind == "static":
+            left = MachineBook(self.run_dir).records()
+            if left:
+                raise ConfigError(
+                    f"{self.run_dir / 'machines'} names {len(left)} machine(s) that may be on, "
+                    f'{left[0].worker} first, and provisioner.kind is "static": start the '
+                    "coordinator with the [provisioner] that started them, and it stops them"
+                )
+            return
+        self._machines = KeeperLink(
+            self.config,
+            self.run_dir,
+            on_event=self.feed,
+            join=lambda: (self._join_endpoint(), self.public_key),
+        )
+        self._exit.callback(self._machines.close)
+        self._tasks.start(self._machines.run(), name="machines")
+
+    def _join_endpoint(self) -> str:
+        """As peers are told it."""
+        port = int(self._sockets.join_endpoint.rpartition(":")[2])
+        return endpoint_of(self.config.net.host, port)
 
     async def run_until_finished(self) -> int:
         """Serve until the run is over or `stop` is called. Returns the exit code: 0 when the
@@ -616,6 +649,9 @@ class Coordinator:
                 self._ledger.append(record_id, record)
             case ProbeRelay(peer, endpoint):
                 self._tasks.start(self._probe(peer, endpoint), name="probe")
+            case StartMachine() | StopMachine():
+                assert self._machines is not None
+                self._machines.carry_out(effect)
             case Finish():
                 self._finish = effect
                 self._finished.set()

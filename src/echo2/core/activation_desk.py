@@ -88,6 +88,8 @@ class ActivationDesk:
         activation = self.state.activation
         machine = activation.machine(event.worker)
         if machine is None or activation.machines is None:
+            if event.state == "running":  # given up here
+                self.state.effects.append(StopMachine(event.worker))
             return
         machine.text = event.text
         if event.state == "running":
