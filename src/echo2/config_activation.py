@@ -3,6 +3,7 @@ may cost."""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from pydantic import Field
@@ -18,9 +19,7 @@ ARGUMENTS_MAX: Final = 256
 OFFER_NAME_MAX: Final = 40
 """Of an offer whose machines are started: a worker's name is it, a dash, and up to 20 more."""
 
-Command = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=32_768)]], Field(max_length=ARGUMENTS_MAX)
-]
+Command = Annotated[list[Annotated[str, Field(max_length=32_768)]], Field(max_length=ARGUMENTS_MAX)]
 
 
 class ActivationTable(Table):
@@ -116,19 +115,22 @@ def provisioner_problem(c: Config) -> str | None:
 def _placeholders(c: Config) -> str | None:
     p = c.provisioner
     for key in ("start_command", "stop_command", "list_command"):
+        if getattr(p, key) and not getattr(p, key)[0]:
+            return f'{key} begins with "", and has to begin with a program'
+    for key in ("start_command", "stop_command", "list_command"):
         for argument in getattr(p, key):
             for name in _named(argument):
                 if name not in PLACEHOLDERS:
                     return (
                         f"{key} names {{{name}}}; filled in are "
                         + ", ".join(f"{{{each}}}" for each in PLACEHOLDERS)
-                        + "; anything else in braces is not allowed"
+                        + "; put what needs other braces into a script"
                     )
     return None
 
 
 def _named(argument: str) -> list[str]:
-    return [part.partition("}")[0] for part in argument.split("{")[1:]]
+    return re.findall(r"\{([a-z_]+)\}", argument)
 
 
 def activation_problem(c: Config) -> str | None:
