@@ -59,6 +59,8 @@ class Worker:
     cost_usd: float = 0.0
     num_trajectories: int = 0
     """What it has cost and delivered since it came."""
+    fetched: dict[str, int] = field(default_factory=dict)
+    """Bytes of each artifact of the newest version that were paid for."""
     rests_until: float = 0.0
     relay_endpoint: str = ""
     relay_key: str = ""

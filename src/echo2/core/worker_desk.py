@@ -12,6 +12,7 @@ from echo2.core.admission import settle
 from echo2.core.audits import Quarantine
 from echo2.core.group import Group, GroupState, StoredResult
 from echo2.core.membership import Worker, WorkerState
+from echo2.core.money import count_result
 from echo2.core.records import GroupStored
 from echo2.core.relay_desk import RelayDesk
 from echo2.core.run_state import RunState
@@ -90,7 +91,7 @@ class WorkerDesk:
             worker.latency_s, worker.install_s = known.latency_s, known.install_s
             worker.slowest_rate, worker.mismatch = known.slowest_rate, known.mismatch
             worker.cost_usd, worker.num_trajectories = known.cost_usd, known.num_trajectories
-            worker.active = known.active
+            worker.active, worker.fetched = known.active, known.fetched
         elif not state.activation.joins_active(peer):
             worker.active = False
         if hello.installed is not None and hello.installed in state.lineage.published:
@@ -308,6 +309,7 @@ class WorkerDesk:
     def result(self, peer: PeerId, message: GroupResult) -> None:
         state = self.state
         worker = self._member(peer)
+        count_result(state, worker, message.trajectories)
         if state.evals.of_lease(message.lease) is not None:
             self._eval_result(peer, message)
             return

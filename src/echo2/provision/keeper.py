@@ -168,7 +168,8 @@ class Keeper:
                     log.error("machine_not_stopped", worker=worker, attempt=attempt, reason=problem)
                     self._say(worker, "stopping", told)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._leaving.wait(), pause_s)
+                    async with asyncio.timeout(pause_s):
+                        await self._leaving.wait()
                 if self._leaving.is_set():
                     return  # it is written down
                 pause_s = min(RETRY_MAX_S, 2 * pause_s)
