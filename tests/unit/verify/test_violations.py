@@ -158,12 +158,12 @@ def _quarantine_before(place: str, evidence: list[Fields] | None = None) -> Plan
 
 
 def _standby(run: ARun) -> None:
-    end = run.find("group_ended", group_id="g10")
+    end = run.find("lease_revoked", group_id="g11")
     run.insert_before(end, "worker_released", worker="w1", reason="surplus")
     run.insert_before(
         end,
         "lease_granted",
-        **{"group_id": "g10", "lease": "l99", "worker": "w1", "attempt": 1},
+        **{"group_id": "g11", "lease": "l11", "worker": "w1", "attempt": 1},
         **{"incarnation": 2, "step": 4, "revoke_after_s": 9.0},
     )
 
