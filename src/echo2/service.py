@@ -321,7 +321,7 @@ class Coordinator:
         self._tasks.start(self._ledger.wait(), name="ledger")
         self._tasks.start(self._sockets.wait(), name="sockets")
         self.feed(Tick())
-        self._keep_machines()
+        await self._keep_machines()
         record = {
             "run_id": self.run_id,
             "control": self.control_endpoint,
@@ -404,7 +404,7 @@ class Coordinator:
         self._exit.push_async_callback(api.stop)
         self.http_url = api.url
 
-    def _keep_machines(self) -> None:
+    async def _keep_machines(self) -> None:
         """Have a keeper start and stop machines, if any are to be."""
         if self.config.provisioner.kind == "static":
             left = MachineBook(self.run_dir).records()
@@ -423,6 +423,7 @@ class Coordinator:
         )
         self._exit.callback(self._machines.close)
         self._tasks.start(self._machines.run(), name="machines")
+        await self._machines.accepted()
 
     def _join_endpoint(self) -> str:
         """As peers are told it."""

@@ -1,7 +1,8 @@
 """The keeper of machines: a process of its own, which starts, stops and outlives the coordinator.
 
     stdin:  {"config": …, "run_dir": …}, then {"do": "start" | "stop" | "end", …}
-    stdout: {"machines": […]}, then {"worker": …, "state": "running" | "stopping" | "gone", …}
+    stdout: {"refused"} or {"accepted"}, {"machines": […]}, then {"worker", "state", "text"}:
+            "running", "stopping" or "gone"
 
     orders --stdin ends--> waits reap_after_s --nobody came--> stops every machine, ends
        |                        '--the keeper of a new coordinator waits--> ends; that one adopts
@@ -29,6 +30,7 @@ from typing import Any, Final
 import structlog
 
 from echo2.config import Config, config_from_mapping
+from echo2.errors import ConfigError
 from echo2.logs import setup_logging
 from echo2.net.join_token import JoinToken
 from echo2.net.keys import AllowList
@@ -234,9 +236,11 @@ def _tell_stdout(line: dict[str, Any]) -> None:
         os.write(1, json.dumps(line).encode() + b"\n")
 
 
-async def _serve(config: Config, run_dir: Path, lines: asyncio.StreamReader) -> None:
+async def _serve(
+    config: Config, run_dir: Path, provisioner: Provisioner, lines: asyncio.StreamReader
+) -> None:
     book = MachineBook(run_dir)
-    keeper = Keeper(config, run_dir, load_provisioner(config), book, _tell_stdout)
+    keeper = Keeper(config, run_dir, provisioner, book, _tell_stdout)
     await keeper.take_stock()
     while line := await lines.readline():
         order = json.loads(line)
@@ -288,9 +292,15 @@ async def _main() -> None:
     config = config_from_mapping(hello["config"])
     setup_logging(config.log.level, config.log.format)
     run_dir = Path(hello["run_dir"])
+    try:  # before it takes over: the one before goes on with what it has to stop
+        provisioner = load_provisioner(config)
+    except ConfigError as error:
+        _tell_stdout({"refused": str(error)})
+        return
+    _tell_stdout({"accepted": True})
     with contextlib.ExitStack() as stack:
         await asyncio.to_thread(stack.enter_context, MachineBook(run_dir).taken_over())
-        await _serve(config, run_dir, lines)
+        await _serve(config, run_dir, provisioner, lines)
 
 
 if __name__ == "__main__":

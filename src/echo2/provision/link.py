@@ -22,6 +22,7 @@ import structlog
 from echo2.config import Config
 from echo2.core.effects import StartMachine, StopMachine
 from echo2.core.events import Event, MachineChanged, MachineFound, MachinesFound
+from echo2.errors import ConfigError
 from echo2.types import PeerId
 from echo2.weights.files import make_folder
 
@@ -30,6 +31,8 @@ log = structlog.get_logger()
 LOG_FILE: Final = "logs/machines.log"
 RESTART_S: Final = 1.0
 RESTART_MAX_S: Final = 60.0
+ANSWER_S: Final = 120.0
+"""For the first answer of a keeper: a class of the user's may import much."""
 FAREWELL_S: Final = 10.0
 """At the end, besides the time-out of a stop."""
 
@@ -54,6 +57,15 @@ class KeeperLink:
         self._ending = False
         self._ended = asyncio.Event()
         self._told = ""
+        self._problem = ""
+        self._answered = asyncio.Event()
+
+    async def accepted(self) -> None:
+        """Raises ConfigError for a provisioner that cannot be made, which only the keeper tries."""
+        async with asyncio.timeout(ANSWER_S):
+            await self._answered.wait()
+        if self._problem:
+            raise ConfigError(self._problem)
 
     async def run(self) -> None:
         """Until the end was asked for."""
@@ -151,7 +163,10 @@ class KeeperLink:
             self._orders.write(json.dumps(line).encode() + b"\n")
 
     def _take(self, line: dict[str, Any]) -> None:
-        if "ended" in line:
+        if "refused" in line or "accepted" in line:
+            self._problem = str(line.get("refused", ""))
+            self._answered.set()
+        elif "ended" in line:
             self._ended.set()
         elif "machines" in line:
             self._is_ready = True
