@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from echo2 import config_loading
+from echo2.config_activation import ActivationTable, BudgetTable, ProvisionerTable
 from echo2.config_audit import AuditTable
 from echo2.config_loss import LoraTable, LossTable
 from echo2.config_offers import OFFERS_MAX, OfferTable, PlanTable
@@ -279,6 +280,9 @@ class WorkerTable(Table):
     slots: Annotated[int, Field(ge=1, le=4096)] = 8
     """Groups in work at once."""
     price_usd_per_h: Price = 0.0
+    standby_usd_per_h: Price | None = None
+    """What it costs while it stands by ([activation]); by default that of its offer, or as much
+    as while it works."""
     canary_max_diff: Annotated[float, Field(gt=0, le=100)] | None = None
     """Largest mean |logprob difference| on the probe; by default that of the precision
     (1e-4 for float32, 5e-2 for bfloat16, 1e-1 for fp8 and int8, 3e-1 for int4)."""
@@ -348,8 +352,6 @@ class HttpTable(Table):
 
 class CostTable(Table):
     learner_usd_per_h: Price = 0.0
-    budget_usd: Annotated[float, Field(ge=0)] = 0.0
-    """The run ends cleanly when this is spent; 0: no limit."""
 
 
 class LogTable(Table):
@@ -359,6 +361,9 @@ class LogTable(Table):
 
 class Config(Table):
     """A whole run."""
+
+    MOVED: ClassVar[Mapping[str, str]] = {"cost.budget_usd": "budget.max_usd"}
+    """Settings that had another name before."""
 
     run: RunTable = RunTable()
     model: ModelTable = ModelTable()
@@ -378,6 +383,9 @@ class Config(Table):
     net: NetTable = NetTable()
     http: HttpTable = HttpTable()
     cost: CostTable = CostTable()
+    budget: BudgetTable = BudgetTable()
+    activation: ActivationTable = ActivationTable()
+    provisioner: ProvisionerTable = ProvisionerTable()
     plan: PlanTable = PlanTable()
     offers: list[OfferTable] = Field(default_factory=list, max_length=OFFERS_MAX)
     simulation: SimulationTable = SimulationTable()

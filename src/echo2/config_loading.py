@@ -157,11 +157,13 @@ def _without_item(location: Location) -> Location:
 class _Schema:
     """What a model knows and allows, read from its JSON schema.
 
-    An item of an array of tables is a part of a location as "offers[0]".
+    An item of an array of tables is a part of a location as "offers[0]". The model's MOVED, if it
+    has one, names where settings are that had another name before.
     """
 
     def __init__(self, model: type[BaseModel]) -> None:
         self._root = model.model_json_schema()
+        self._moved: Mapping[str, str] = getattr(model, "MOVED", {})
 
     def known_part(self, location: Sequence[int | str]) -> Location:
         """`location` up to the first key that is unknown, or to the setting that holds it."""
@@ -209,6 +211,13 @@ class _Schema:
 
     def _unknown(self, location: Location, given: Any) -> str:
         *path, leaf = location
+        moved = self._moved.get(".".join(location))
+        if moved is not None:
+            table, _, key = moved.rpartition(".")
+            return (
+                f"{'.'.join(location)} = {_shown(given)}: this setting is {moved} now; write "
+                f"{key} = {_shown(given)} under {_header(table)}"
+            )
         table = ".".join(path)
         known = self._properties(self._at(tuple(path))) or {}
         near = self._nearest(table, leaf, known)

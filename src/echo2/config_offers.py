@@ -1,7 +1,7 @@
 """The tables [[offers]] and [plan]: machines that can be had, and what `echo2 plan` assumes.
 
-Only `echo2 plan` reads them. What a run has measured stands in for what [plan] leaves out
-(`echo2 plan --from-run`).
+`echo2 plan` reads them, and of offers [activation] and [provisioner]. What a run has measured
+stands in for what [plan] leaves out (`echo2 plan --from-run`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class OfferTable(Table):
     tokens_per_s."""
     tokens_per_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Sampled tokens per second of one machine, of all its slots together."""
+    standby_usd_per_h: Price | None = None
+    """Of one whose worker stands by ([activation]); by default as much as while it works."""
     count: Annotated[int, Field(ge=1, le=100_000)] = 1
     """How many of them can be had."""
     slots: Annotated[int, Field(ge=1, le=4096)] | None = None

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from echo2.config_activation import activation_problem, provisioner_problem
 from echo2.config_audit import audit_problem
 from echo2.config_offers import offer_names_problem, offer_rates_problem, plan_range_problem
 from echo2.config_simulation import simulation_problem
@@ -372,6 +373,8 @@ RULES: Final = (
     Rule("offers", ("offers",), offer_names_problem),
     Rule("offers", ("offers",), offer_rates_problem),
     Rule("plan.staleness_min", ("plan.staleness_min", "plan.staleness_max"), plan_range_problem),
+    Rule("provisioner", ("provisioner", "offers", "net.curve"), provisioner_problem),
+    Rule("activation.policy", ("activation.policy", "provisioner", "offers"), activation_problem),
     Rule("simulation.workers", ("simulation.workers",), simulation_problem),
     Rule("dispatch.stall_s", ("dispatch.stall_s", "heartbeat.interval_s"), _stall),
 )

@@ -169,6 +169,7 @@ class WorkerHello(Message):
     environment_version: Text = ""
     slots: Annotated[int, Field(ge=1, le=LEASES_PER_PEER_MAX)]
     price_usd_per_h: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
+    standby_usd_per_h: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] | None = None
     held: Annotated[tuple[LeaseName, ...], Field(max_length=LEASES_PER_PEER_MAX)] = ()
     installed: Version | None = None
     stored: Annotated[tuple[Digest, ...], Field(max_length=STORED_MAX)] = ()

@@ -35,8 +35,10 @@ import structlog
 from echo2 import wire
 from echo2.audit_key import load_or_create_audit_key
 from echo2.config import Config, config_to_toml
+from echo2.config_offers import OfferTable
 from echo2.config_vllm import precision_of
 from echo2.coordinator_sockets import CoordinatorSockets
+from echo2.core.activation_policy import ActivationSettings
 from echo2.core.coordinator import CoordinatorState
 from echo2.core.effects import (
     DeliverGroup,
@@ -47,6 +49,8 @@ from echo2.core.effects import (
     Persist,
     ProbeRelay,
     Send,
+    StartMachine,
+    StopMachine,
 )
 from echo2.core.events import (
     Event,
@@ -59,7 +63,12 @@ from echo2.core.events import (
     Tick,
 )
 from echo2.core.restored import Restored
-from echo2.core.settings import AuditSettings, CoordinatorSettings
+from echo2.core.settings import (
+    ActivationTerms,
+    AuditSettings,
+    CoordinatorSettings,
+    OfferTerms,
+)
 from echo2.core.status import status as core_status
 from echo2.core.suspicion import MismatchRule
 from echo2.embedding import EmbeddedLearner, Tensors
@@ -83,9 +92,11 @@ from echo2.messages import (
 )
 from echo2.metrics import CoordinatorMetrics
 from echo2.net.probe import probe_endpoint
-from echo2.net.sockets import close_context, make_context
+from echo2.net.sockets import close_context, endpoint_of, make_context
 from echo2.net.tasks import LoopLag, OwnedTasks
 from echo2.pardons import read_pardons, remove_pardon
+from echo2.provision.book import MachineBook
+from echo2.provision.link import KeeperLink
 from echo2.types import PeerId, Task, Version
 from echo2.weights.files import make_folder, write_whole
 
@@ -133,6 +144,41 @@ def audit_settings_of(config: Config, key: bytes) -> AuditSettings:
     )
 
 
+def activation_terms_of(config: Config) -> ActivationTerms:
+    """[activation] and what it goes by, as the core reads it."""
+    table, provisioner = config.activation, config.provisioner
+    return ActivationTerms(
+        policy=table.policy,
+        settings=ActivationSettings(
+            margin=table.margin,
+            surplus_share=table.surplus_share,
+            persistence_s=table.persistence_s,
+            cool_down_s=table.cool_down_s,
+            errors=table.errors,
+            prior_samples=table.prior_samples,
+        ),
+        offers=tuple(_offer_terms(config, offer) for offer in config.offers),
+        train_s=config.plan.train_s,
+        provisions=provisioner.kind != "static",
+        machines_max=provisioner.max_workers,
+        ready_timeout_s=provisioner.ready_timeout_s,
+    )
+
+
+def _offer_terms(config: Config, offer: OfferTable) -> OfferTerms:
+    rate, tokens_per_group = offer.groups_per_s, config.plan.tokens_per_group
+    if offer.tokens_per_s is not None and tokens_per_group is not None:
+        rate = offer.tokens_per_s / tokens_per_group
+    return OfferTerms(
+        name=offer.name,
+        usd_per_h=offer.price_usd_per_h,
+        rate=rate,
+        count=offer.count,
+        standby_usd_per_h=offer.standby_usd_per_h,
+        egress_usd_per_gb=offer.egress_usd_per_gb,
+    )
+
+
 def settings_of(config: Config, run_id: str, audit_key: bytes = b"") -> CoordinatorSettings:
     """The core's settings out of the TOML schema."""
     return CoordinatorSettings(
@@ -162,7 +208,9 @@ def settings_of(config: Config, run_id: str, audit_key: bytes = b"") -> Coordina
         no_worker_timeout_s=config.run.no_worker_timeout_s,
         learner_timeout_s=config.run.learner_timeout_s,
         learner_usd_per_h=config.cost.learner_usd_per_h,
-        budget_usd=config.cost.budget_usd,
+        budget_usd=config.budget.max_usd,
+        origin_egress_usd_per_gb=config.plan.origin_egress_usd_per_gb,
+        activation=activation_terms_of(config),
         seed=config.run.seed,
         curve=config.net.curve,
         host=config.net.host,
@@ -206,6 +254,7 @@ class Coordinator:
         self._vocab_size = 0
         self._goodbye = asyncio.Event()
         self._local: Callable[[Message], None] | None = None
+        self._machines: KeeperLink | None = None
         self._exit = contextlib.AsyncExitStack()
 
     # ------------------------------------------------------------------- life-cycle
@@ -229,6 +278,8 @@ class Coordinator:
             if self._finish is None:
                 self.stop("the coordinator is closed")
             await self._let_peers_leave()
+            if self._machines is not None:
+                await self._machines.end()
         finally:  # also when the records cannot be written any more
             await self._exit.aclose()
 
@@ -274,6 +325,7 @@ class Coordinator:
         self._tasks.start(self._ledger.wait(), name="ledger")
         self._tasks.start(self._sockets.wait(), name="sockets")
         self.feed(Tick())
+        await self._keep_machines()
         record = {
             "run_id": self.run_id,
             "control": self.control_endpoint,
@@ -355,6 +407,32 @@ class Coordinator:
         await api.start()
         self._exit.push_async_callback(api.stop)
         self.http_url = api.url
+
+    async def _keep_machines(self) -> None:
+        """Have a keeper start and stop machines, if any are to be."""
+        if self.config.provisioner.kind == "static":
+            left = MachineBook(self.run_dir).records()
+            if left:
+                raise ConfigError(
+                    f"{self.run_dir / 'machines'} names {len(left)} machine(s) that may be on, "
+                    f'{left[0].worker} first, and provisioner.kind is "static": start the '
+                    "coordinator with the [provisioner] that started them, and it stops them"
+                )
+            return
+        self._machines = KeeperLink(
+            self.config,
+            self.run_dir,
+            on_event=self.feed,
+            join=lambda: (self._join_endpoint(), self.public_key),
+        )
+        self._exit.callback(self._machines.close)
+        self._tasks.start(self._machines.run(), name="machines")
+        await self._machines.accepted()
+
+    def _join_endpoint(self) -> str:
+        """As peers are told it."""
+        port = int(self._sockets.join_endpoint.rpartition(":")[2])
+        return endpoint_of(self.config.net.host, port)
 
     async def run_until_finished(self) -> int:
         """Serve until the run is over or `stop` is called. Returns the exit code: 0 when the
@@ -585,6 +663,9 @@ class Coordinator:
                 self._ledger.append(record_id, record)
             case ProbeRelay(peer, endpoint):
                 self._tasks.start(self._probe(peer, endpoint), name="probe")
+            case StartMachine() | StopMachine():
+                assert self._machines is not None
+                self._machines.carry_out(effect)
             case Finish():
                 self._finish = effect
                 self._finished.set()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from bad_input import Bench, Told, a_place_without_rights, case
 
+from echo2.provision.book import MachineBook, MachineRecord
+
 
 @case("a line that is not TOML")
 def _(bench: Bench) -> Told:
@@ -97,7 +99,7 @@ def _(bench: Bench) -> Told:
 
 @case("several mistakes at once")
 def _(bench: Bench) -> Told:
-    lines = ("[cost]", "budget = 3", "[staleness]", "max = 1", "period = 5")
+    lines = ("[budget]", "max_us = 3", "[staleness]", "max = 1", "period = 5")
     return bench.command("check", bench.config(*lines), "--set", "log.level=loud")
 
 
@@ -153,6 +155,49 @@ def _(bench: Bench) -> Told:
 @case("no local worker for echo2 run")
 def _(bench: Bench) -> Told:
     return bench.command("run", bench.config("[workers]", "local = 0"))
+
+
+@case("the budget under its old name")
+def _(bench: Bench) -> Told:
+    return bench.command("check", bench.config("[cost]", "budget_usd = 20.0"))
+
+
+@case("a provisioner without its commands")
+def _(bench: Bench) -> Told:
+    return bench.command("check", bench.config("[provisioner]", 'kind = "command"'))
+
+
+_COMMANDS = (
+    "[provisioner]",
+    'kind = "command"',
+    'stop_command = ["./stop.sh", "{worker}"]',
+)
+
+
+@case("a provisioner without offers")
+def _(bench: Bench) -> Told:
+    start = 'start_command = ["./start.sh", "{offer}"]'
+    return bench.command("check", bench.config(*_COMMANDS, start))
+
+
+@case("a command with a placeholder that is none")
+def _(bench: Bench) -> Told:
+    start = 'start_command = ["./start.sh", "{machine}"]'
+    offer = (*_OFFER, "price_usd_per_h = 0.35")
+    return bench.command("check", bench.config(*_COMMANDS, start, *offer))
+
+
+@case("a provisioner that cannot be made (echo2 coordinator)")
+def _(bench: Bench) -> Told:
+    lines = ("[provisioner]", 'kind = "no_such_package.rent:Rent"')
+    config = bench.config(*lines, *_OFFER, "price_usd_per_h = 0.35")
+    return bench.command("coordinator", config, "--run-dir", bench.run_dir)
+
+
+@case("machines that may be on, and nobody to stop them (echo2 coordinator)")
+def _(bench: Bench) -> Told:
+    MachineBook(bench.run_dir).write(MachineRecord(worker="rtx-5090-1", offer="rtx-5090"))
+    return bench.command("coordinator", bench.config(), "--run-dir", bench.run_dir)
 
 
 @case("audits by nobody")

@@ -200,7 +200,7 @@ def test_the_hours_end_a_run_with_its_step_and_the_budget_does_too() -> None:
     assert figures.finished
     assert figures.reason == "the time of the simulation is over"
     assert 360.0 <= figures.virtual_s < 380.0
-    config = a_fleet(learner={"steps": 10_000}, cost={"budget_usd": 0.2})
+    config = a_fleet(learner={"steps": 10_000}, budget={"max_usd": 0.2})
     figures, _ = play(config)
     assert figures.finished
     assert 0.2 <= figures.cost_usd < 0.21

@@ -211,7 +211,12 @@ def test_what_is_just_allowed_is_allowed(tables: dict[str, Any]) -> None:
         ({"dispatch": {"lead_steps": "far"}}, "a number from 0 to 1000, or leave it out"),
         ({"learner": {"loss": {"clip": 0.1}}}, "learner.loss.clip = 0.1: no such setting; did you"),
         ({"environment": {"settings": 3}}, "environment.settings = 3: allowed is a table"),
-        ({"cost": {"budget_usd": float("inf")}}, "cost.budget_usd = inf: allowed is a number"),
+        ({"budget": {"max_usd": float("inf")}}, "budget.max_usd = inf: allowed is a number"),
+        (
+            {"cost": {"budget_usd": 5}},
+            "cost.budget_usd = 5: this setting is budget.max_usd now; write max_usd = 5 under "
+            "[budget]",
+        ),
     ],
 )
 def test_a_wrong_key_or_value_is_told_with_what_is_allowed(

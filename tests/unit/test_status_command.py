@@ -78,3 +78,29 @@ def test_links_and_the_newest_broadcasts_are_shown() -> None:
         x for x in told({"broadcasts": [a_broadcast("1.0", predicted_s=None)]}) if "1.0" in x
     ]
     assert "planned" not in line
+
+
+def test_who_stands_by_what_was_decided_and_which_machines_are_on_are_told() -> None:
+    activation = {
+        "decision": "enough: 2 ± 0.1 of 2 groups/s",
+        "active": 2,
+        "standby": 1,
+        "lead_s": {"gpu": 61.26},
+        "machines": [
+            {"worker": "gpu-1", "offer": "gpu", "state": "starting", "text": ""},
+            {"worker": "gpu-2", "offer": "gpu", "state": "stopping", "text": "code 3: no"},
+        ],
+    }
+    workers = [
+        {"name": "w-1", "state": "ready", "active": True, "usd_per_1000_rollouts": 0.123456},
+        {"name": "w-2", "state": "ready", "active": False, "usd_per_1000_rollouts": None},
+    ]
+    lines = told({"activation": activation, "workers": workers})
+    assert "active    2, standby 1: enough: 2 ± 0.1 of 2 groups/s" in lines
+    assert "lead      gpu 61.3 s" in lines
+    assert "machine   gpu-1  gpu  starting" in lines
+    assert "machine   gpu-2  gpu  stopping  code 3: no" in lines
+    (first, second) = (line for line in lines if line.startswith("worker"))
+    assert first.endswith("$0.1235 per 1000 rollouts")
+    assert second.startswith("worker    w-2  ready (standby)  version")
+    assert "per 1000" not in second

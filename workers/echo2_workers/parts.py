@@ -38,6 +38,7 @@ def settings_of(config: Config, name: str, about: About) -> WorkerSettings:
         downlink_mbit=worker.downlink_mbit,
         slots=worker.slots,
         price_usd_per_h=worker.price_usd_per_h,
+        standby_usd_per_h=worker.standby_usd_per_h,
         needs_weights=worker.engine not in ("null", "none"),
         takes_leases=worker.engine != "none",
         drain_timeout_s=worker.drain_timeout_s,

@@ -68,6 +68,7 @@ def facts(config: Config, folder: Path) -> list[Fact]:
         *_network(config, folder),
         *_money(config),
         *_offers(config),
+        *_activation(config),
         *_simulation(config),
         Fact("run_folder", str(folder), str(folder)),
     ]
@@ -275,11 +276,31 @@ def _money(c: Config) -> list[Fact]:
         text = "no prices given (cost.learner_usd_per_h, worker.price_usd_per_h)"
     else:
         text = f"learner and local workers cost ${per_hour:g} per hour"
-    if c.cost.budget_usd:
-        text += f"; the run ends when ${c.cost.budget_usd:g} is spent"
+    if c.budget.max_usd:
+        text += f"; the run ends when ${c.budget.max_usd:g} is spent"
         if per_hour:
-            text += f", after {c.cost.budget_usd / per_hour:.1f} hours of these"
+            text += f", after {c.budget.max_usd / per_hour:.3g} hours of these"
     return [Fact("usd_per_h", per_hour, text)]
+
+
+def _activation(c: Config) -> list[Fact]:
+    """Nothing where every worker works and is started by hand."""
+    if c.activation.policy == "all" and c.provisioner.kind == "static":
+        return []
+    who = "whoever joins works"
+    if c.activation.policy == "cheapest":
+        who = (
+            f"the cheapest workers with {c.activation.margin:g} times the rate that the learner "
+            "needs work"
+        )
+    machines = "daemons are started by hand, and the others stand by"
+    if c.provisioner.kind != "static":
+        machines = (
+            f"machines of the offers are started and stopped by {c.provisioner.kind}, at most "
+            f"{c.provisioner.max_workers} at once"
+        )
+    facts = {"policy": c.activation.policy, "provisioner": c.provisioner.kind}
+    return [Fact("activation", facts, f"{who}; {machines}")]
 
 
 def _offers(c: Config) -> list[Fact]:

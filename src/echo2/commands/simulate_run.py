@@ -80,7 +80,9 @@ def plan_of(
     if hours is None:
         hours = table.hours if steps is None else HOURS_MAX
     seed = config.run.seed if seed is None else seed
-    settings = replace(settings_of(config, f"simulated-{seed}"), life="1", seed=seed)
+    settings = settings_of(config, f"simulated-{seed}")
+    activation = replace(settings.activation, provisions=False)  # its workers are all there
+    settings = replace(settings, life="1", seed=seed, activation=activation)
     return RunPlan(
         config=config,
         settings=settings,

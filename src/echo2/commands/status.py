@@ -60,18 +60,47 @@ def told(status: dict[str, Any]) -> list[str]:
         lines.append(
             f"quarantine {name}  since step {number(found.get('step'))}  {found.get('reason')}"
         )
+    lines.extend(_told_activation(status.get("activation") or {}))
     lines.extend(f"waits     {told_wait(wait)}" for wait in status.get("waits") or [])
     for worker in status.get("workers") or []:
+        standby = worker.get("active") is False
         lines.append(
-            f"worker    {worker.get('name')}  {worker.get('state')}  "
-            f"version {worker.get('version') or '-'}  "
+            f"worker    {worker.get('name')}  {worker.get('state')}"
+            + (" (standby)  " if standby else "  ")
+            + f"version {worker.get('version') or '-'}  "
             f"{number(worker.get('leases'))}/{number(worker.get('slots'))} leases  "
             f"{number(worker.get('tokens_per_s'))} tokens/s  "
             f"Δlogprob {number(worker.get('mismatch'))}  "
-            f"silent {number(worker.get('silent_s'))} s" + _told_fetch(worker.get("fetch"))
+            f"silent {number(worker.get('silent_s'))} s"
+            + _told_price(worker.get("usd_per_1000_rollouts"))
+            + _told_fetch(worker.get("fetch"))
         )
     lines.extend(_told_dissemination(status))
     return lines
+
+
+def _told_activation(found: dict[str, Any]) -> list[str]:
+    """The latest decision, and the machines that were started."""
+    if not found:
+        return []
+    lines = [
+        f"active    {number(found.get('active'))}, standby {number(found.get('standby'))}: "
+        f"{found.get('decision') or '-'}"
+    ]
+    leads = ", ".join(f"{name} {number(s)} s" for name, s in (found.get("lead_s") or {}).items())
+    if leads:
+        lines.append(f"lead      {leads}")
+    for machine in found.get("machines") or []:
+        text = f"  {machine['text']}" if machine.get("text") else ""
+        lines.append(
+            f"machine   {machine.get('worker')}  {machine.get('offer')}  {machine.get('state')}"
+            + text
+        )
+    return lines
+
+
+def _told_price(usd: float | None) -> str:
+    return "" if not usd else f"  ${usd:.4g} per 1000 rollouts"
 
 
 def _told_fetch(fetch: dict[str, Any] | None) -> str:

@@ -110,6 +110,7 @@ class BatchDesk:
             return
         seat.batch = Batch(state.step, groups, last)
         state.granted_at = state.now
+        state.wait_s.add(state.now - seat.wanted_at)
         seat.wanted_step = None
         for group in groups:
             state.book.train(group)

@@ -16,12 +16,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from echo2.core.activation_desk import ActivationDesk
 from echo2.core.audit_desk import AuditDesk
 from echo2.core.dispatch import Dispatcher
 from echo2.core.effects import Effect
 from echo2.core.events import (
     Event,
     KeyRevoked,
+    MachineChanged,
+    MachinesFound,
     PardonRequested,
     Persisted,
     Received,
@@ -31,6 +34,7 @@ from echo2.core.events import (
 )
 from echo2.core.group import Group
 from echo2.core.learner_desk import LearnerDesk
+from echo2.core.money import count_cost
 from echo2.core.records import (
     GroupStored,
     LearnerRecorded,
@@ -86,6 +90,7 @@ class CoordinatorState:
         self.learner = LearnerDesk(self.state)
         self.audits = AuditDesk(self.state)
         self.dispatcher = Dispatcher(self.state)
+        self.activation = ActivationDesk(self.state)
         self._handlers: dict[type[Message], Callable[[PeerId, Any], None]] = {
             WorkerHello: self.workers.hello,
             Heartbeat: self.workers.heartbeat,
@@ -178,6 +183,10 @@ class CoordinatorState:
                 self._revoked(peer)
             case PardonRequested(peer):
                 self.audits.pardon(peer)
+            case MachinesFound():
+                self.activation.found(event)
+            case MachineChanged():
+                self.activation.changed(event)
             case StopRequested(reason):
                 self.state.finish(ok=True, finished=False, reason=reason)
 
@@ -245,24 +254,16 @@ class CoordinatorState:
     # ----------------------------------------------------------------------- ticks
 
     def _tick(self) -> None:
-        self._count_cost()
+        count_cost(self.state)
         self._look_at_learner()
         self._look_at_workers()
+        self.activation.tick()
         self.workers.relays.tick()
         self._look_at_leases()
         self._look_at_evals()
         self._look_at_the_run()
         self._tell_waiting()
         self._tell_waits()
-
-    def _count_cost(self) -> None:
-        state = self.state
-        hours = (state.now - (state.costed_at or 0.0)) / 3600.0
-        state.costed_at = state.now
-        rate = sum(worker.price_usd_per_h for worker in state.members.workers.values())
-        if state.seat.peer is not None:
-            rate += state.settings.learner_usd_per_h
-        state.cost_usd += rate * hours
 
     def _look_at_learner(self) -> None:
         state, seat = self.state, self.state.seat

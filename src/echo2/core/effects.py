@@ -84,6 +84,21 @@ class ProbeRelay:
 
 
 @dataclass(frozen=True, slots=True)
+class StartMachine:
+    """Start a machine of the offer, whose worker is called `worker`; `MachineChanged` follows."""
+
+    worker: PeerId
+    offer: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopMachine:
+    """Stop it, until it is stopped; `MachineChanged` follows."""
+
+    worker: PeerId
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """The coordinator's work is over: flush, then end. `ok` False is an error."""
 
@@ -92,4 +107,14 @@ class Finish:
     reason: str
 
 
-Effect = Send | DeliverGroup | OrderAudit | Persist | Emit | ProbeRelay | Finish
+Effect = (
+    Send
+    | DeliverGroup
+    | OrderAudit
+    | Persist
+    | Emit
+    | ProbeRelay
+    | StartMachine
+    | StopMachine
+    | Finish
+)

@@ -58,10 +58,46 @@ class PardonRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class MachineFound:
+    """`is_on`: it was started and is not to be stopped."""
+
+    worker: PeerId
+    offer: str
+    is_on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MachinesFound:
+    """All machines that are written down in the run folder; there are no others."""
+
+    machines: tuple[MachineFound, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MachineChanged:
+    """What became of a machine that was to be started or stopped. `state`: "running", "stopping",
+    or "gone": it is written down no more; `text` says what went wrong."""
+
+    worker: PeerId
+    state: str
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequested:
     """The operator ends the coordinator (not the run: it may be resumed)."""
 
     reason: str
 
 
-Event = Received | Persisted | Tick | RelayProbed | KeyRevoked | PardonRequested | StopRequested
+Event = (
+    Received
+    | Persisted
+    | Tick
+    | RelayProbed
+    | KeyRevoked
+    | PardonRequested
+    | MachinesFound
+    | MachineChanged
+    | StopRequested
+)

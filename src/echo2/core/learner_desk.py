@@ -284,8 +284,13 @@ class LearnerDesk:
             return  # a fenced one leaves
         state.emit("learner_left", incarnation=state.lineage.incarnation, reason=message.reason)
         if message.finished:
-            ok = message.missing_steps == 0
-            state.finish(ok=ok, finished=True, reason=message.reason)
+            ok, reason = message.missing_steps == 0, message.reason
+            if self.batches.is_over_budget:
+                reason += (
+                    f"; budget.max_usd = {state.settings.budget_usd:g} is spent: "
+                    f"${state.cost_usd:.4f}"
+                )
+            state.finish(ok=ok, finished=True, reason=reason)
             return
         state.seat.peer, state.seat.wanted_step = None, None
         state.seat.vacant_since = state.now

@@ -42,6 +42,8 @@ class Worker:
     heard_at: float
     state: WorkerState = WorkerState.SYNCING
     suspect: bool = False
+    active: bool = True
+    """Not so, it stands by: it gets no lease, and installs versions."""
     installed: Version | None = None
     announced: Version | None = None
     announced_at: float = 0.0
@@ -52,6 +54,13 @@ class Worker:
     install_s: Estimate = field(default_factory=Estimate)
     slowest_rate: float | None = None
     leased_at: float = 0.0
+    standby_usd_per_h: float | None = None
+    """While it stands by; None: it did not say."""
+    cost_usd: float = 0.0
+    num_trajectories: int = 0
+    """What it has cost and delivered since it came."""
+    fetched: dict[str, int] = field(default_factory=dict)
+    """Bytes of each artifact of the newest version that were paid for."""
     rests_until: float = 0.0
     relay_endpoint: str = ""
     relay_key: str = ""
@@ -68,6 +77,11 @@ class Worker:
 
     @property
     def may_lease(self) -> bool:
+        return self.active and self.could_lease
+
+    @property
+    def could_lease(self) -> bool:
+        """It could if it were active."""
         is_ready = self.state is WorkerState.READY and not self.suspect
         return is_ready and self.installed is not None and self.engine != RELAY_ENGINE
 
@@ -94,8 +108,8 @@ class Members:
         return [worker for worker in self.workers.values() if worker.may_lease]
 
     def active(self, peers: list[PeerId]) -> list[PeerId]:
-        """Of these, the ones that are here to stay: neither silent nor draining."""
-        found = [w for p in peers if (w := self.workers.get(p)) is not None]
+        """Of these, the ones that are here to work: neither standing by, silent nor draining."""
+        found = [w for p in peers if (w := self.workers.get(p)) is not None and w.active]
         return [w.peer for w in found if not w.suspect and w.state is not WorkerState.DRAINING]
 
     def silent(self, now: float, *, longer_than_s: float) -> list[Worker]:

@@ -16,6 +16,7 @@ from echo2.core.broadcast import Broadcast
 from echo2.core.effects import ProbeRelay
 from echo2.core.events import RelayProbed
 from echo2.core.membership import Worker
+from echo2.core.money import count_forwarded
 from echo2.core.relay_rates import ORIGIN
 from echo2.core.relay_standing import address_verdict, loopback_verdict
 from echo2.core.run_state import RunState
@@ -139,6 +140,7 @@ class RelayDesk:
         state.members.heard(peer, state.now)
         if not relays.standing(peer).may_report(state.now):
             return
+        count_forwarded(state, state.members.workers[peer], message)
         holders = [
             link.peer
             for link in message.links

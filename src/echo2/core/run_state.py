@@ -21,6 +21,7 @@ from echo2.core.evals import Eval, EvalLease, Evals
 from echo2.core.group import WITH_RESULT, End, Group, GroupState, Lease
 from echo2.core.history import TrainedHistory
 from echo2.core.lineage import Lineage
+from echo2.core.machines import Activation
 from echo2.core.membership import Members, Worker
 from echo2.core.records import Record
 from echo2.core.relay_parts import RelayPart, announcement, planned_fields
@@ -91,6 +92,7 @@ class RunState:
         self.deltas = DeltaOffers()
         self.evals = Evals()
         self.audits = Audits(settings.audit)
+        self.activation = Activation(settings.activation, auditors=settings.audit.workers)
         self.seat = Seat()
         self.past_hellos: deque[str] = deque(maxlen=PAST_HELLOS_MAX)
         self.stream = TaskStream()
@@ -112,6 +114,8 @@ class RunState:
         self.finished: Finish | None = None
         self.no_worker_since: float | None = None
         self.busy_s = Estimate()
+        self.wait_s = Estimate()
+        """Of the learner, from asking for a batch until it is granted."""
         self.bcast_s = Estimate()
         self.pause_s = Estimate()
         self.turns_max = 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from echo2.core.activation_policy import ActivationSettings
 from echo2.core.suspicion import MismatchRule
 from echo2.types import PeerId, Sampling
 
@@ -25,6 +26,43 @@ class AuditSettings:
     in_flight_max: int = 8
     action: Literal["quarantine", "report"] = "quarantine"
     rule: MismatchRule = field(default_factory=MismatchRule)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferTerms:
+    """An entry of [[offers]]. `rate`: groups/s of one machine, None where the file does not tell;
+    `standby_usd_per_h` None: as much as while it works."""
+
+    name: str
+    usd_per_h: float
+    rate: float | None = None
+    count: int = 1
+    standby_usd_per_h: float | None = None
+    egress_usd_per_gb: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationTerms:
+    """[activation], and what of [[offers]], [plan] and [provisioner] it goes by. `train_s`: T_train
+    before any was measured. `provisions`: machines are started and stopped, at most `machines_max`
+    at once; one whose worker is not ready after `ready_timeout_s` is stopped."""
+
+    policy: Literal["all", "cheapest"] = "all"
+    settings: ActivationSettings = field(default_factory=ActivationSettings)
+    offers: tuple[OfferTerms, ...] = ()
+    train_s: float | None = None
+    provisions: bool = False
+    machines_max: int = 0
+    ready_timeout_s: float = 600.0
+
+    def offer(self, name: str) -> OfferTerms | None:
+        return next((offer for offer in self.offers if offer.name == name), None)
+
+    def offer_of(self, worker: str) -> OfferTerms | None:
+        """The offer that a worker is of: its name is the offer's, or begins with it and a dash;
+        of several the longest."""
+        own = [o for o in self.offers if worker == o.name or worker.startswith(f"{o.name}-")]
+        return max(own, key=lambda offer: len(offer.name), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +99,8 @@ class CoordinatorSettings:
     """The ledger takes a record within this, or the run ends. Not in the schema."""
     learner_usd_per_h: float = 0.0
     budget_usd: float = 0.0
+    origin_egress_usd_per_gb: float = 0.0
+    activation: ActivationTerms = field(default_factory=ActivationTerms)
     seed: int = 0
     curve: bool = True
     host: str = "127.0.0.1"

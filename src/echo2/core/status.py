@@ -7,6 +7,7 @@ from typing import Any
 from echo2.core.broadcast import QUANTILES, Broadcast
 from echo2.core.buffer import buffered_by_version
 from echo2.core.membership import Worker
+from echo2.core.money import usd_per_1000
 from echo2.core.run_state import RunState
 from echo2.core.waits import waits
 from echo2.core.watchdog import wait_fields
@@ -33,6 +34,7 @@ def status(state: RunState, dispatch_reason: str) -> dict[str, Any]:
             {
                 "name": worker.peer,
                 "state": worker.state_name,
+                "active": worker.active,
                 "engine": worker.engine,
                 "version": str(worker.installed) if worker.installed is not None else None,
                 "slots": worker.slots,
@@ -41,6 +43,8 @@ def status(state: RunState, dispatch_reason: str) -> dict[str, Any]:
                 "tokens_per_s": round(worker.tokens_per_s, 1),
                 "mismatch": worker.mismatch,
                 "price_usd_per_h": worker.price_usd_per_h,
+                "cost_usd": round(worker.cost_usd, 6),
+                "usd_per_1000_rollouts": _rounded(usd_per_1000(worker), 6),
                 "silent_s": round(state.now - worker.heard_at, 3),
                 "latency_s": round(worker.latency_s.mean, 3),
                 "install_s": round(worker.install_s.mean, 3),
@@ -79,7 +83,38 @@ def status(state: RunState, dispatch_reason: str) -> dict[str, Any]:
         "origin_mbit": _rounded(state.relays.origin_mbit),
         "waits": [wait_fields(wait, state.now) for wait in waits(state, dispatch_reason)],
         "cost_usd": round(state.cost_usd, 6),
+        "activation": _activation(state),
         "tokens_per_s": round(sum(worker.tokens_per_s for worker in ready), 1),
+    }
+
+
+def _activation(state: RunState) -> dict[str, Any] | None:
+    """The latest decision and the machines; None where there is nothing to decide."""
+    activation = state.activation
+    if not activation.is_on:
+        return None
+    workers = state.members.workers.values()
+    return {
+        "policy": activation.terms.policy,
+        "decision": activation.reason,
+        "wanted_groups_per_s": _rounded(activation.wanted_rate),
+        "boost": round(activation.boost, 3),
+        "active": sum(worker.active for worker in workers),
+        "standby": sum(not worker.active for worker in workers),
+        "machines": [
+            {
+                "worker": machine.worker,
+                "offer": machine.offer,
+                "state": machine.state_name,
+                "text": machine.text,
+            }
+            for machine in (activation.machines or {}).values()
+        ],
+        "lead_s": {
+            name: round(record.lead_s.mean, 3)
+            for name, record in activation.records.items()
+            if record.lead_s.known
+        },
     }
 
 
@@ -148,8 +183,8 @@ def _broadcast(found: Broadcast) -> dict[str, Any]:
     }
 
 
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 3)
+def _rounded(value: float | None, digits: int = 3) -> float | None:
+    return None if value is None else round(value, digits)
 
 
 def _run_state(state: RunState) -> str:

@@ -148,6 +148,7 @@ class WorkerState:
             downlink_mbit=settings.downlink_mbit,
             slots=settings.slots,
             price_usd_per_h=settings.price_usd_per_h,
+            standby_usd_per_h=settings.standby_usd_per_h,
             held=self.leases.held,
             installed=self.versions.serving,
             stored=settings.stored if self.versions.serving is None else (),

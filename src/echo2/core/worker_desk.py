@@ -12,6 +12,7 @@ from echo2.core.admission import settle
 from echo2.core.audits import Quarantine
 from echo2.core.group import Group, GroupState, StoredResult
 from echo2.core.membership import Worker, WorkerState
+from echo2.core.money import count_result
 from echo2.core.records import GroupStored
 from echo2.core.relay_desk import RelayDesk
 from echo2.core.run_state import RunState
@@ -75,6 +76,7 @@ class WorkerDesk:
             on_update=hello.on_update,
             slots=hello.slots,
             price_usd_per_h=hello.price_usd_per_h,
+            standby_usd_per_h=hello.standby_usd_per_h,
             environment_version=hello.environment_version,
             joined_at=state.now,
             heard_at=state.now,
@@ -88,6 +90,10 @@ class WorkerDesk:
         if known is not None:
             worker.latency_s, worker.install_s = known.latency_s, known.install_s
             worker.slowest_rate, worker.mismatch = known.slowest_rate, known.mismatch
+            worker.cost_usd, worker.num_trajectories = known.cost_usd, known.num_trajectories
+            worker.active, worker.fetched = known.active, known.fetched
+        elif not state.activation.joins_active(peer):
+            worker.active = False
         if hello.installed is not None and hello.installed in state.lineage.published:
             worker.installed = hello.installed
             worker.state = WorkerState.READY
@@ -132,6 +138,8 @@ class WorkerDesk:
                 precision=hello.precision,
                 slots=hello.slots,
             )
+            if not worker.active:
+                state.emit("worker_released", worker=peer, reason="came while enough are active")
         state.audits.auditor_left(peer)  # what it was asked before may be lost
         self.relays.joined(worker, was_here=known is not None)
         behind = newest is not None and (worker.installed is None or worker.installed < newest)
@@ -242,6 +250,7 @@ class WorkerDesk:
         self._tell_installed(peer, message)
         if first:
             state.emit("worker_ready", worker=peer)
+            state.activation.ready(peer, state.now)
         self.relays.installed(peer, message)
         newest = state.lineage.newest
         if newest in state.announcements and newest is not None and message.version < newest:
@@ -300,6 +309,7 @@ class WorkerDesk:
     def result(self, peer: PeerId, message: GroupResult) -> None:
         state = self.state
         worker = self._member(peer)
+        count_result(state, worker, message.trajectories)
         if state.evals.of_lease(message.lease) is not None:
             self._eval_result(peer, message)
             return
@@ -525,6 +535,7 @@ class WorkerDesk:
         state.turns_max = max([state.turns_max, *(t.num_turns for t in result.trajectories)])
         if worker is not None:
             worker.latency_s.add(seconds)
+            worker.num_trajectories += len(result.trajectories)
             rate = result.tokens / seconds
             if rate > 0:
                 worker.slowest_rate = min(rate, worker.slowest_rate or rate)

@@ -31,6 +31,7 @@ class WorkerSettings:
     """Manifests of versions that were on the disk at the start."""
     slots: int = 1
     price_usd_per_h: float = 0.0
+    standby_usd_per_h: float | None = None
     needs_weights: bool = True
     takes_leases: bool = True
     drain_timeout_s: float = 30.0

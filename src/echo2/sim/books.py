@@ -106,6 +106,7 @@ class Books:
         self.batch: tuple[int, tuple[GroupId, ...]] | None = None
         self.by_lease: dict[LeaseId, GroupId] = {}
         self.workers: dict[PeerId, WorkerBook] = {}
+        self.standby: set[PeerId] = set()
         self.lease_worker: dict[LeaseId, PeerId] = {}
         self.eval_leases: dict[LeaseId, tuple[str, str]] = {}
         self.evals: dict[str, EvalBook] = {}
@@ -226,7 +227,8 @@ class Books:
         trained: Container[GroupId],
     ) -> None:
         """The coordinator was started again: of what had not ended it knows what it restored,
-        and that these were `trained`, which it tells at once."""
+        and that these were `trained`, which it tells at once. Whoever comes is active."""
+        self.standby.clear()
         for group, track in self.tracks.items():
             if track.place is Place.ENDED or group in trained:
                 continue

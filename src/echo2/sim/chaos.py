@@ -12,7 +12,15 @@ from random import Random, SystemRandom
 from typing import Final, TypeVar
 
 from echo2.errors import ConfigError
-from echo2.sim.scenario import Faults, LearnerModel, NetworkModel, Scenario, WorkerModel, a_run
+from echo2.sim.scenario import (
+    Faults,
+    LearnerModel,
+    NetworkModel,
+    Scenario,
+    WorkerModel,
+    a_run,
+    some_activation,
+)
 from echo2.sim.simulation import Simulation
 
 HOURS: Final = 0.2
@@ -87,6 +95,7 @@ class Chaos:
             groups_per_step=rng.choice((4, 8, 16)),
             attempts_max=rng.choice((3, 20)),
             heartbeat_interval_s=1.0,
+            activation=some_activation(self.seed),
         )
         learner = LearnerModel(
             train_s=rng.choice((0.5, 2.0)),

@@ -39,6 +39,8 @@ class GroupChecks:
             "lease_revoked": self._lease_lost,
             "lease_failed": self._lease_lost,
             "worker_gone": self._gone,
+            "worker_activated": lambda fields: self._turned(fields, active=True),
+            "worker_released": lambda fields: self._turned(fields, active=False),
         }
 
     def _granted(self, peer: PeerId, granted: LeaseGranted) -> None:
@@ -48,6 +50,9 @@ class GroupChecks:
         require(worker is not None, f"{granted.lease} was granted to {peer}, which is not here")
         assert worker is not None
         require(not worker.draining, f"{granted.lease} was granted to {peer}, which leaves")
+        require(
+            peer not in books.standby, f"{granted.lease} was granted to {peer}, which stands by"
+        )
         require(
             worker.installed == granted.version,
             f"{granted.lease} names {granted.version}, {peer} has {worker.installed}",
@@ -179,8 +184,14 @@ class GroupChecks:
     def _lease_lost(self, fields: dict[str, Any]) -> None:
         self.books.lose_lease(fields["lease"])
 
+    def _turned(self, fields: dict[str, Any], *, active: bool) -> None:
+        standby, worker = self.books.standby, fields["worker"]
+        require((worker in standby) is active, f"{worker} was so already: {active=}")
+        standby.symmetric_difference_update({worker})
+
     def _gone(self, fields: dict[str, Any]) -> None:
         worker = self.books.workers.pop(fields["worker"], None)
+        self.books.standby.discard(fields["worker"])
         kept = [lease for lease in worker.leases if lease in self.books.by_lease] if worker else []
         require(not kept, f"{fields['worker']} is gone, its leases {kept} were not given up")
         for lease in list(worker.leases) if worker is not None else ():

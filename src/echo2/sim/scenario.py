@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Literal
 
-from echo2.core.settings import CoordinatorSettings
+from echo2.core.activation_policy import ActivationSettings
+from echo2.core.settings import ActivationTerms, CoordinatorSettings
 from echo2.types import PeerId
 
 
@@ -29,6 +30,7 @@ class WorkerModel:
     num_tokens: int = 4
     on_update: Literal["continue", "finish"] = "continue"
     price_usd_per_h: float = 0.5
+    standby_usd_per_h: float = 0.0
     rest_s: float = 10.0
     lies: Literal["", "rewards", "logprobs"] = ""
     audit_s: float = 0.2
@@ -199,6 +201,7 @@ def faulty_fleet(seed: int) -> Scenario:
     )
     if settings.group_size > 1 and rng.random() < 0.3:
         settings = replace(settings, filter_zero_variance=True)
+    settings = replace(settings, activation=some_activation(seed))
     workers = tuple(
         WorkerModel(
             slots=rng.choice((1, 2, 4)),
@@ -230,6 +233,20 @@ def faulty_fleet(seed: int) -> Scenario:
         turn_s=Random(f"turns of {seed}").choice((0.0, 0.05, 0.5)),
         patience_s=_patience_s(settings, workers, learner),
     )
+
+
+def some_activation(seed: int) -> ActivationTerms:
+    """The policy is "cheapest" in every other run."""
+    rng = Random(f"activation {seed}")
+    if rng.random() < 0.5:
+        return ActivationTerms()
+    deciding = ActivationSettings(
+        margin=rng.choice((1.0, 1.1, 1.5)),
+        surplus_share=rng.choice((0.0, 0.15)),
+        persistence_s=rng.choice((0.0, 5.0)),
+        cool_down_s=rng.choice((0.0, 10.0)),
+    )
+    return ActivationTerms(policy="cheapest", settings=deciding)
 
 
 def _patience_s(

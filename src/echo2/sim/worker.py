@@ -166,6 +166,7 @@ class SimWorker:
                 environment="null",
                 slots=self.model.slots,
                 price_usd_per_h=self.model.price_usd_per_h,
+                standby_usd_per_h=self.model.standby_usd_per_h,
                 held=(*self.running, *self.outbox),
                 installed=self.installed,
                 replays=True,

@@ -112,6 +112,35 @@ class Reasons(Check):
             )
 
 
+class OnlyActiveWork(Check):
+    NAME = "activation"
+    TEXT = "no worker that stands by gets a lease"
+    UNIT = "leases"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._standby: dict[str, str] = {}
+
+    def read(self, line: Line) -> None:
+        match line["event"]:
+            case "worker_released":
+                self._standby[line["worker"]] = line.where
+            case "worker_activated" | "worker_gone":
+                self._standby.pop(line["worker"], None)
+            case "run_started":
+                self._standby.clear()
+            case "lease_granted":
+                self.promise.checked += 1
+                since = self._standby.get(line["worker"])
+                if since is not None:
+                    self.violate(
+                        line.where,
+                        f"lease {line['lease']} was granted to {line['worker']}, which stands by "
+                        f"since {since}",
+                        worker=line["worker"],
+                    )
+
+
 class NoExpiryWhenWaiting(Check):
     NAME = "no_expiry_when_waiting"
     TEXT = 'with staleness.late = "wait" no group expires'
@@ -161,4 +190,4 @@ class Attempts(Check):
 
 
 def group_checks() -> tuple[type[Check], ...]:
-    return (OneEnd, AllEnded, Reasons, NoExpiryWhenWaiting, Attempts)
+    return (OneEnd, AllEnded, Reasons, OnlyActiveWork, NoExpiryWhenWaiting, Attempts)

@@ -79,6 +79,9 @@ EVENTS: Final[Mapping[str, Mapping[str, Kind]]] = {
     "worker_ready": {"worker": TEXT},
     "worker_suspect": {"worker": TEXT},
     "worker_gone": {"worker": TEXT, "reason": TEXT},
+    "worker_activated": {"worker": TEXT, "reason": TEXT},
+    "worker_released": {"worker": TEXT, "reason": TEXT},
+    "machine_changed": {"worker": TEXT, "offer": TEXT, "state": TEXT, "reason": TEXT},
     "version_installed": {
         "worker": TEXT,
         "incarnation": COUNT,

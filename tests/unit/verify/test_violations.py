@@ -157,6 +157,17 @@ def _quarantine_before(place: str, evidence: list[Fields] | None = None) -> Plan
     return plant
 
 
+def _standby(run: ARun) -> None:
+    end = run.find("lease_revoked", group_id="g11")
+    run.insert_before(end, "worker_released", worker="w1", reason="surplus")
+    run.insert_before(
+        end,
+        "lease_granted",
+        **{"group_id": "g11", "lease": "l11", "worker": "w1", "attempt": 1},
+        **{"incarnation": 2, "step": 4, "revoke_after_s": 9.0},
+    )
+
+
 VIOLATIONS: list[tuple[str, set[str], Plant]] = [
     ("a torn event at the end", {"records_whole"}, _torn("events")),
     ("a torn line of metrics at the end", {"records_whole"}, _torn("metrics")),
@@ -196,6 +207,7 @@ VIOLATIONS: list[tuple[str, set[str], Plant]] = [
         _before_end("group_returned", group_id="g11", incarnation=2, reason="", to="queue"),
     ),
     ("a failure without a reason", {"reasons"}, _end("g90", reason=" ")),
+    ("a lease of one that stands by", {"activation"}, _standby),
     ("an expiry while late groups are waited for", {"no_expiry_when_waiting"}, _expired),
     ("too many attempts", {"attempts"}, _end("g8", attempts=5)),
     (
