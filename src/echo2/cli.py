@@ -230,11 +230,25 @@ def plan(
     model: Annotated[
         PlanModel, typer.Option("--model", help="Whose capacity model.")
     ] = PlanModel.ECHO2,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            "--picture",
+            metavar="FILE.svg",
+            help="Draw $ per step against S, and the bubble against workers.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """For each S the cheapest machines on offer, their price, and what holds them back."""
     call_command(
-        "plan", config, settings or [], from_run=from_run, model=model.value, as_json=as_json
+        "plan",
+        config,
+        settings or [],
+        from_run=from_run,
+        model=model.value,
+        as_json=as_json,
+        picture=picture,
     )
 
 

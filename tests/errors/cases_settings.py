@@ -230,6 +230,11 @@ def _(bench: Bench) -> Told:
     return bench.command("plan", bench.config(), "--from-run", bench.run_dir)
 
 
+@case("a plan's picture that is no SVG")
+def _(bench: Bench) -> Told:
+    return bench.command("plan", bench.config(), "--picture", "plan.png")
+
+
 @case("a plan over no S")
 def _(bench: Bench) -> Told:
     return bench.command("plan", bench.config("[plan]", "staleness_min = 7"))

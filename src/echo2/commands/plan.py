@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from echo2.commands.plan_measured import measure_run
+from echo2.commands.plan_picture import check_picture, write_picture
 from echo2.commands.plan_terms import plan_terms
 from echo2.commands.plan_text import Plan, cheapest_row, own_bcast_s, plan_text
 from echo2.config import Config, load_config
@@ -25,11 +26,21 @@ MODELS: Final[Mapping[str, CapacityModel]] = {
 
 
 def main(
-    path: Path, overrides: list[str], *, from_run: Path | None, model: str, as_json: bool
+    path: Path,
+    overrides: list[str],
+    *,
+    from_run: Path | None,
+    model: str,
+    as_json: bool,
+    picture: Path | None = None,
 ) -> int:
     """ConfigError when an assumption is missing. 1 if no S has a fleet that is enough."""
+    if picture is not None:
+        check_picture(picture)
     config = load_config(path, overrides)
     plan = plan_of(config, path, from_run, MODELS[model])
+    if picture is not None:
+        write_picture(picture, config, plan, MODELS[model])
     if as_json:
         print(json.dumps(to_json(config, plan), indent=2))
     else:

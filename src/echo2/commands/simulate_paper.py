@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -178,8 +177,11 @@ def _additions_text(added: list[Played]) -> list[str]:
 def _savings(added: list[Played]) -> list[dict[str, float | None]]:
     """What each saves over the one before, and its share of what all save; null for the first."""
     usd = [each.steady.usd_per_step for each in added]
-    found: list[dict[str, float | None]] = [{"saves_usd": None, "share": None}][: len(added)]
-    for before, after in pairwise(usd):
-        saved, whole = before - after, usd[0] - usd[-1]
+    found: list[dict[str, float | None]] = []
+    for place, after in enumerate(usd):
+        if not place:
+            found.append({"saves_usd": None, "share": None})
+            continue
+        saved, whole = usd[place - 1] - after, usd[0] - usd[-1]
         found.append({"saves_usd": saved, "share": saved / whole if whole else 0.0})
     return found
