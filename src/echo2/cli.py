@@ -238,9 +238,27 @@ def plan(
             help="Draw $ per step against S, and the bubble against workers.",
         ),
     ] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Measure the configured engine, learner and link here first, for a minute or two.",
+        ),
+    ] = False,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            "--seconds",
+            min=1,
+            max=3600,
+            help="Of --calibrate: how long sampling is timed at least, after its warm-up.",
+        ),
+    ] = 20.0,
     as_json: JsonOption = False,
 ) -> None:
     """For each S the cheapest machines on offer, their price, and what holds them back."""
+    if calibrate and from_run is not None:
+        raise typer.BadParameter("give either --from-run or --calibrate", param_hint="--calibrate")
     call_command(
         "plan",
         config,
@@ -249,6 +267,7 @@ def plan(
         model=model.value,
         as_json=as_json,
         picture=picture,
+        calibrate_s=seconds if calibrate else None,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -43,7 +43,7 @@ def write_picture(path: Path, config: Config, plan: Plan, model: CapacityModel) 
 
 def cost_panel(config: Config, plan: Plan) -> Panel:
     """Dollars per step of each S, in parts; the configured S is marked."""
-    parts = {
+    parts: dict[str, Callable[[PlanRow], float]] = {
         "whole step": lambda row: row.usd_per_step,
         "of it the learner": lambda row: row.learner_usd_per_h * row.step_s / 3600.0,
         "of it machines and egress": lambda row: (
