@@ -15,7 +15,9 @@ has measured (`plan_measured`).
 from __future__ import annotations
 
 import asyncio
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -25,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from echo2.commands.extras import need_extras
-from echo2.commands.origin_process import end_origin, ensure_origin
+from echo2.commands.origin_process import answers, end_origin, ensure_origin
 from echo2.commands.plan_measured import (
     MEDIAN_ERROR,
     SPREAD_MIN,
@@ -42,20 +44,25 @@ from echo2.messages import BatchGroup, VersionAnnounced
 from echo2.net.keys import AllowList, load_or_create_key
 from echo2.net.relay import Relay
 from echo2.net.sockets import close_context, make_context
+from echo2.types import GroupId
 from echo2.weights.store import ChunkStore
 
 if TYPE_CHECKING:
     from echo2_learner.calibrating import BusyLearner, StepTimes
     from echo2_workers.calibrating import BusyWorker
 
-STEPS: Final = 13
-"""Learner steps that are timed at most; the first, in which memory is allocated, is left out."""
+STORE_BYTES: Final = 64 << 20
+"""Kept of what came over the link, at least; twice a large version."""
+STEPS_MAX: Final = 500
+"""Learner steps at most; the first, in which memory is allocated, is not timed."""
 STEPS_MIN: Final = 3
 """Timed in any case, however long they take."""
 WINDOWS: Final = 5
 """Parts of the time, whose rates tell how sure the mean is, where the engine samples alone."""
 TIMEOUT_S: Final = 1800.0
 """Nothing here is waited for longer."""
+END_S: Final = 10.0
+"""For the origin to end."""
 LINK: Final = "calibration"
 
 
@@ -92,7 +99,7 @@ def calibrate(path: Path, config: Config, overrides: Sequence[str], *, seconds: 
     environments = import_module("echo2_workers.environment")
     import_paths = [path.absolute().parent, Path.cwd()]
     environments.add_import_paths(*import_paths)
-    with tempfile.TemporaryDirectory(prefix="echo2-calibrate-") as name:
+    with tempfile.TemporaryDirectory(prefix="echo2-calibrate-", ignore_cleanup_errors=True) as name:
         folder = RunFolder(Path(name) / "run")
         folder.make()
         keys = load_or_create_key(Path(name) / "link.key")
@@ -100,13 +107,25 @@ def calibrate(path: Path, config: Config, overrides: Sequence[str], *, seconds: 
         settings = [word for override in overrides for word in ("--set", override)]
         settings += ["--set", 'net.keys_dir=""']  # the link's key is in this folder
         arguments = [str(path), "--run-dir", str(folder.path), *settings]
-        ensure_origin(folder, arguments, timeout_s=config.net.connect_timeout_s)
+        # The origin is in a session of its own, so it would outlive this process.
+        before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         try:
+            ensure_origin(folder, arguments, timeout_s=config.net.connect_timeout_s)
             uvloop = import_module("uvloop")
             times = uvloop.run(_measure(config, folder.path, import_paths, seconds))
         finally:
-            end_origin(folder)
+            _end_origin(folder)
+            signal.signal(signal.SIGTERM, before)
     return measured(config, times)
+
+
+def _end_origin(folder: RunFolder) -> None:
+    """Returns when it is gone, so that its folder can go too."""
+    endpoint = str((folder.origin() or {}).get("endpoint", ""))
+    end_origin(folder)
+    deadline = time.monotonic() + END_S
+    while endpoint and answers(endpoint) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 async def _measure(
@@ -187,17 +206,17 @@ async def _rounds(
     """Steps on what was sampled last, `together` with the sampling of the next groups."""
     context = make_context()
     keys = load_or_create_key(run_dir.parent / "link.key") if config.net.curve else None
-    store = ChunkStore(run_dir / "link", config.worker.store_bytes_max)
+    store = ChunkStore(run_dir / "link", max(STORE_BYTES, 2 * learner.published.num_bytes))
     share = -(-config.learner.groups_per_step // len(workers))
     began_s = time.perf_counter()
     try:
         async with Relay(context, store, keys=keys, name=LINK) as relay:
-            for number in range(STEPS):
+            for number in range(STEPS_MAX):
                 groups = _batch(config, learner, workers)
                 counts = [len(worker.finished) for worker in workers]
                 sampling = [_sampled(worker, share) for worker in workers if together]
-                found, *spent_s = await asyncio.gather(
-                    asyncio.to_thread(learner.do_step, groups), *sampling
+                found, spent_s = await asyncio.gather(
+                    asyncio.to_thread(learner.do_step, groups), asyncio.gather(*sampling)
                 )
                 if number:
                     times.steps.append(found)
@@ -259,7 +278,7 @@ def _batch(config: Config, learner: BusyLearner, workers: Sequence[BusyWorker]) 
         BatchGroup(
             incarnation=1,
             step=learner.step,
-            group=f"{each.result.group}-{place}",
+            group=GroupId(f"{each.result.group}-{place}"),
             worker=LINK,
             task=each.task,
             trajectories=each.result.trajectories,
