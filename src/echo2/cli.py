@@ -230,11 +230,44 @@ def plan(
     model: Annotated[
         PlanModel, typer.Option("--model", help="Whose capacity model.")
     ] = PlanModel.ECHO2,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            "--picture",
+            metavar="FILE.svg",
+            help="Draw $ per step against S, and the bubble against workers.",
+        ),
+    ] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Measure the configured engine, learner and link here first, for a minute or two.",
+        ),
+    ] = False,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            "--seconds",
+            min=1,
+            max=3600,
+            help="Of --calibrate: how long sampling is timed at least, after its warm-up.",
+        ),
+    ] = 20.0,
     as_json: JsonOption = False,
 ) -> None:
     """For each S the cheapest machines on offer, their price, and what holds them back."""
+    if calibrate and from_run is not None:
+        raise typer.BadParameter("give either --from-run or --calibrate", param_hint="--calibrate")
     call_command(
-        "plan", config, settings or [], from_run=from_run, model=model.value, as_json=as_json
+        "plan",
+        config,
+        settings or [],
+        from_run=from_run,
+        model=model.value,
+        as_json=as_json,
+        picture=picture,
+        calibrate_s=seconds if calibrate else None,
     )
 
 

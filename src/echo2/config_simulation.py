@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 KINDS_MAX: Final = 256
 SCENARIOS_MAX: Final = 64
+SYSTEMS_MAX: Final = 64
 LinkMbit = Annotated[float, Field(gt=0, le=1e6)]
 PerHour = Annotated[float, Field(ge=0, le=3600)]
+Printed = Annotated[float, Field(ge=0, le=1e9)] | None
 _TAKEN: Final = re.compile(r"(coordinator|origin|learner)(-.*)?")
 
 
@@ -66,6 +68,27 @@ class ScenarioTable(Table):
     """Workers forward versions to each other; false: the origin sends to each."""
     by_price: bool = True
     """The cheapest for what they deliver are activated; false: they are drawn uniformly."""
+    printed_usd: Printed = None
+    """Dollars per learner step that the paper prints, to be shown beside what is computed."""
+    printed_bcast_s: Printed = None
+    """T_bcast that the paper prints."""
+    printed_wait_s: Printed = None
+    """The learner's wait that the paper prints, once a period."""
+
+
+class SystemTable(Table):
+    """A system of which the paper prints a learner step, for what one saves over another."""
+
+    name: Annotated[str, Field(pattern=r"^[\w-]{1,48}$")] = "echo2"
+    step_s: PositiveSeconds = 60.0
+    """Time of a learner step."""
+    usd_per_h: Price = 0.0
+    """Of a baseline, all in all; 0: this is no baseline, and costs cost.learner_usd_per_h with
+    `machines` of simulation.workers, the cheapest first."""
+    machines: Annotated[int, Field(ge=0, le=WORKERS_MAX)] = 0
+    """Workers; 0: as many as the paper's rule activates."""
+    period: Annotated[int, Field(ge=1, le=1000)] = 2
+    """κ, for the paper's rule."""
 
 
 class SimulationTable(Table):
@@ -90,10 +113,28 @@ class SimulationTable(Table):
         default_factory=list
     )
     """The fleet, as [[simulation.workers]] of one kind each."""
+    copy_s: NonNegativeSeconds = 0.0
+    """For `--model paper`, without peers: time after which the origin has handed out one copy, all
+    of them one after the other; 0: they share its uplink, and nothing else takes time."""
+    production_steps: Annotated[int, Field(ge=0, le=10_000)] = 0
+    """For `--model paper`: learner steps for which the production core plays each scenario, after
+    those in which its fleet starts; 0: none."""
+    production_delta_shares: Annotated[
+        list[Annotated[float, Field(gt=0, lt=1)]], Field(max_length=16)
+    ] = Field(default_factory=list)
+    """Sizes of deltas, as shares of a version, that it then plays one after the other."""
     scenarios: Annotated[list[ScenarioTable], Field(max_length=SCENARIOS_MAX)] = Field(
         default_factory=list
     )
     """What `--model paper` computes, as [[simulation.scenarios]]."""
+    systems: Annotated[list[SystemTable], Field(max_length=SYSTEMS_MAX)] = Field(
+        default_factory=list
+    )
+    """What `--model paper` compares, as [[simulation.systems]]."""
+    printed_reduction_percent: Annotated[
+        list[Annotated[float, Field(ge=-1000, le=100)]], Field(max_length=2)
+    ] = Field(default_factory=list)
+    """What the paper says these systems save: least and most, in percent."""
 
 
 def simulation_problem(c: Config) -> str | None:

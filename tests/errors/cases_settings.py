@@ -275,6 +275,21 @@ def _(bench: Bench) -> Told:
     return bench.command("plan", bench.config(), "--from-run", bench.run_dir)
 
 
+@case("a plan's picture that is no SVG")
+def _(bench: Bench) -> Told:
+    return bench.command("plan", bench.config(), "--picture", "plan.png")
+
+
+@case("a calibration of an engine that samples nothing")
+def _(bench: Bench) -> Told:
+    return bench.command("plan", bench.config("[worker]", 'engine = "none"'), "--calibrate")
+
+
+@case("a calibration of a learner of several ranks")
+def _(bench: Bench) -> Told:
+    return bench.command("plan", bench.config("[learner]", "ranks = 2"), "--calibrate")
+
+
 @case("a plan over no S")
 def _(bench: Bench) -> Told:
     return bench.command("plan", bench.config("[plan]", "staleness_min = 7"))

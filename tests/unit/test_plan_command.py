@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,36 @@ def test_what_is_uncertain_gives_the_rows_that_matter_an_interval(echo2: Echo2) 
     assert f"% ({100 * bubble_low:.1f} to {100 * bubble_high:.1f})\n" in text
     assert "\n(low to high) holds the true value in 90 % of cases, if the model is right\n" in text
     assert "(low to high)" not in echo2("plan", path, *QUICK).out
+
+
+def test_a_picture_has_the_costs_of_the_rows_and_the_bubble_by_workers(
+    echo2: Echo2, tmp_path: Path
+) -> None:
+    picture = tmp_path / "plan.svg"
+    path = EXAMPLES / "plan_laptop.toml"
+    found = planned(echo2, path, *QUICK, "--model", "paper", "--picture", picture)
+    lines = [
+        [float(pair.split(",")[1]) for pair in each.attrib["points"].split()]
+        for each in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}polyline")
+    ]
+    whole, learner, machines, *bubbles = lines
+    usd = [row["usd_per_step"] for row in found["rows"]]
+    assert (whole[0] > whole[1]) == (usd[0] < usd[1])  # SVG counts downwards
+    assert all(top <= min(parts) for top, *parts in zip(whole, learner, machines, strict=True))
+    assert len(bubbles) == len(found["rows"])
+    for heights in bubbles:
+        assert heights[0] <= heights[-1]  # more workers, less waiting
+    told = "".join(ElementTree.parse(picture).getroot().itertext())
+    assert "cost against S" in told
+    assert "bubble against workers" in told
+
+
+def test_a_picture_that_cannot_be_written_is_told(echo2: Echo2, tmp_path: Path) -> None:
+    missing = tmp_path / "missing" / "plan.svg"
+    path = EXAMPLES / "plan_laptop.toml"
+    answer = echo2("plan", path, *ONE, "--model", "paper", "--picture", missing)
+    assert answer.code == 2
+    assert "cannot be written" in answer.err
 
 
 def test_a_plan_without_a_fleet_that_is_enough_exits_with_1(echo2: Echo2) -> None:

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from echo2.commands.plan_measured import measure_run
+from echo2.commands.plan_calibrate import calibrate, calibration_text
+from echo2.commands.plan_measured import Measured, measure_run
+from echo2.commands.plan_picture import check_picture, write_picture
 from echo2.commands.plan_terms import plan_terms
 from echo2.commands.plan_text import Plan, cheapest_row, own_bcast_s, plan_text
 from echo2.config import Config, load_config
@@ -25,11 +27,29 @@ MODELS: Final[Mapping[str, CapacityModel]] = {
 
 
 def main(
-    path: Path, overrides: list[str], *, from_run: Path | None, model: str, as_json: bool
+    path: Path,
+    overrides: list[str],
+    *,
+    from_run: Path | None,
+    model: str,
+    as_json: bool,
+    picture: Path | None = None,
+    calibrate_s: float | None = None,
 ) -> int:
     """ConfigError when an assumption is missing. 1 if no S has a fleet that is enough."""
+    if picture is not None:
+        check_picture(picture)
     config = load_config(path, overrides)
-    plan = plan_of(config, path, from_run, MODELS[model])
+    measured = None
+    if from_run is not None:
+        measured = measure_run(from_run)
+    elif calibrate_s is not None:
+        measured = calibrate(path, config, overrides, seconds=calibrate_s)
+        if not as_json:
+            print("\n".join([*calibration_text(config, measured), ""]), flush=True)
+    plan = plan_of(config, path, measured, MODELS[model])
+    if picture is not None:
+        write_picture(picture, config, plan, MODELS[model])
     if as_json:
         print(json.dumps(to_json(config, plan), indent=2))
     else:
@@ -37,9 +57,8 @@ def main(
     return 0 if plan.cheapest is not None else 1
 
 
-def plan_of(config: Config, path: Path, from_run: Path | None, model: CapacityModel) -> Plan:
-    """ConfigError when an assumption is missing, or `from_run` is no folder of a run."""
-    measured = measure_run(from_run) if from_run is not None else None
+def plan_of(config: Config, path: Path, measured: Measured | None, model: CapacityModel) -> Plan:
+    """ConfigError when an assumption is missing."""
     found = plan_terms(config, measured, source=path)
     wanted = range(config.plan.staleness_min, config.plan.staleness_max + 1)
     rows = fleet_plan(found.terms, found.machines, model, wanted)
@@ -96,6 +115,7 @@ def to_json(config: Config, plan: Plan) -> dict[str, Any]:
             for machine in plan.terms.machines
         ],
         "run": _run_json(plan),
+        "calibration": _calibration_json(plan),
         "configured": {"staleness_max": config.staleness.max, "period": config.staleness.period},
         "rows": [
             _row_json(
@@ -149,7 +169,7 @@ def _row_json(
 
 def _run_json(plan: Plan) -> dict[str, Any] | None:
     measured = plan.measured
-    if measured is None:
+    if measured is None or measured.run_dir is None:
         return None
     return {
         "run_dir": str(measured.run_dir),
@@ -157,6 +177,17 @@ def _run_json(plan: Plan) -> dict[str, Any] | None:
         "bubble_ratio": measured.bubble_ratio,
         "bcast_s": measured.bcast_s,
         "bcast_s_of_the_plan": own_bcast_s(plan),
+    }
+
+
+def _calibration_json(plan: Plan) -> dict[str, Any] | None:
+    measured = plan.measured
+    if measured is None or measured.run_dir is not None:
+        return None
+    return {
+        "plan": dict(measured.values),
+        "offers": [offer.model_dump(exclude_none=True) for offer in measured.offers],
+        "num_steps": measured.num_steps,
     }
 
 

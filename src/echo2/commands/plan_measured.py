@@ -60,11 +60,12 @@ EVENTS: Final = frozenset(
 @dataclass(frozen=True, slots=True)
 class Measured:
     """`values` of assumptions by their names in [plan]; `offers` are the run's own workers.
+    `run_dir` None: no run, but a calibration (`plan_calibrate`), which knows no bubble.
     `bcast_s` is the median T_bcast of 0.9 of the workers, None if no version was whole there.
     `errors`: relative standard errors, by the names of StandardErrors, of what was recorded at
     least SPREAD_MIN times."""
 
-    run_dir: Path
+    run_dir: Path | None
     num_steps: int
     bubble_ratio: float
     values: Mapping[str, float]
@@ -104,7 +105,7 @@ def measure_run(run_dir: Path) -> Measured:
         values,
         offers,
         bcast_s,
-        _errors(
+        relative_errors(
             train=(MEDIAN_ERROR, values.get("train_s"), _step_seconds(lines)),
             rate=(QUANTILE_ERROR, _fleet_rate(rates), rates),
             bcast=(MEDIAN_ERROR, bcast_s, bcasts),
@@ -112,8 +113,9 @@ def measure_run(run_dir: Path) -> Measured:
     )
 
 
-def _errors(**samples: tuple[float, float | None, Sequence[float]]) -> dict[str, float]:
-    """Each from the error of a quantile, that quantile, and the sample that it is of."""
+def relative_errors(**samples: tuple[float, float | None, Sequence[float]]) -> dict[str, float]:
+    """Relative standard errors, each from the error of a quantile, that quantile, and the sample
+    that it is of."""
     found = {}
     for name, (error, taken, sample) in samples.items():
         if taken and len(sample) >= SPREAD_MIN:

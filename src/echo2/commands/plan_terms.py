@@ -156,7 +156,9 @@ def _lacks(missing: list[str], measured: Measured | None) -> str:
     example = f"{first}=NUMBER" if first.startswith("plan.") else "'offers=[{name=...}]'"
     ways = f"in the file ([plan], [[offers]]), by --set {example}"
     if measured is None:
-        ways += ", or measured, by --from-run RUN_DIR"
+        ways += ", or measured, by --from-run RUN_DIR or --calibrate"
+    elif measured.run_dir is None:
+        ways += "; the calibration does not measure it"
     else:
         ways += f"; {measured.run_dir} has not measured it"
     return f"echo2 plan needs {', '.join(missing)}; give that {ways}"

@@ -147,7 +147,7 @@ def _terms(plan: Plan) -> list[str]:
     errors = _errors(plan)
     if errors:
         rows.append(("errors", errors))
-    if plan.measured is not None:
+    if plan.measured is not None and plan.measured.run_dir is not None:
         rows.append(("run", _run(plan, plan.measured)))
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {text}" for name, text in rows]

@@ -8,6 +8,10 @@ Symbols as in `core/capacity_paper.py`; c_0 $ per hour of the learner, A the act
 
 Cost-aware activation takes workers by ρ ascending; without it they are drawn uniformly, and what
 is expected of one is the mean of the pool.
+
+Two readings of a star. At once: all copies share the uplink B_0, max(G/B_w, n·G/B_0) + install. In
+turn: the origin hands out one copy after the other, each in `copy_s` seconds, and the last still
+takes its time on the worker's line: G/B_w + n·copy_s + install.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ class Scenario:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """R groups a step, T_train and the round trip in seconds, κ steps, G in megabits, B_0 in
-    Mbit/s, c_0; `pool` names each machine once. ValueError for an empty pool."""
+    Mbit/s, c_0; `pool` names each machine once. `copy_s`: a star's copies in turn; 0: at once.
+    ValueError for an empty pool."""
 
     groups_per_step: int
     train_s: float
@@ -48,6 +53,7 @@ class Setting:
     rtt_s: float
     learner_usd_per_h: float
     pool: tuple[WorkerKind, ...]
+    copy_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.pool:
@@ -68,24 +74,8 @@ class Outcome:
 def ablation_outcome(setting: Setting, scenario: Scenario) -> Outcome:
     """What the equations say of one scenario. ConfigError when no set of the pool is enough, or it
     has fewer machines than the scenario."""
-    order = sorted(setting.pool, key=lambda kind: (kind.usd_per_group, kind.name))
-    if not scenario.by_price:
-        order = [_mean(setting.pool)] * len(setting.pool)
-
-    def bcast_s(pool: Pool) -> float:
-        return _bcast_s(setting, pool, peers=scenario.peers)
-
-    if scenario.machines:
-        pool = Pool.of(order[: scenario.machines])
-    else:
-        pool = paper_fixed_point(
-            order,
-            groups_per_step=setting.groups_per_step,
-            train_s=setting.train_s,
-            period=setting.period,
-            bcast_s=bcast_s,
-        ).pool
-    period, seconds = setting.period, bcast_s(pool)
+    pool = scenario_pool(setting, scenario)
+    period, seconds = setting.period, paper_bcast_s(setting, pool, peers=scenario.peers)
     sampled_s = period * setting.groups_per_step / pool.rate_groups_per_s
     wait_s = max(0.0, seconds + sampled_s - period * setting.train_s)
     usd_per_h = setting.learner_usd_per_h + pool.usd_per_h
@@ -98,17 +88,41 @@ def ablation_outcome(setting: Setting, scenario: Scenario) -> Outcome:
     )
 
 
-def _bcast_s(setting: Setting, pool: Pool, *, peers: bool) -> float:
+def scenario_pool(setting: Setting, scenario: Scenario) -> Pool:
+    """The machines that are active. ConfigError when no set of the pool is enough."""
+    order = by_price(setting.pool)
+    if not scenario.by_price:
+        order = [_mean(setting.pool)] * len(setting.pool)
+    if scenario.machines:
+        return Pool.of(order[: scenario.machines])
+    return paper_fixed_point(
+        order,
+        groups_per_step=setting.groups_per_step,
+        train_s=setting.train_s,
+        period=setting.period,
+        bcast_s=lambda pool: paper_bcast_s(setting, pool, peers=scenario.peers),
+    ).pool
+
+
+def by_price(pool: Sequence[WorkerKind]) -> list[WorkerKind]:
+    """By ρ ascending."""
+    return sorted(pool, key=lambda kind: (kind.usd_per_group, kind.name))
+
+
+def paper_bcast_s(setting: Setting, pool: Pool, *, peers: bool) -> float:
+    """T_bcast in seconds of chains, or of a star."""
     slowest = min(kind.down_mbit for kind, _ in pool.members)
     install_s = max(kind.install_s for kind, _ in pool.members)
     if not peers:
-        return star_bcast_s(
+        in_turn = setting.copy_s > 0
+        at_once_s = star_bcast_s(
             setting.size_mbit,
             pool.num_workers,
             worker_mbit=slowest,
-            origin_mbit=setting.origin_mbit,
+            origin_mbit=None if in_turn else setting.origin_mbit,
             install_s=install_s,
         )
+        return at_once_s + pool.num_workers * setting.copy_s
     chains = max(1, math.floor(setting.origin_mbit / slowest))
     return chain_bcast_s(
         setting.size_mbit,

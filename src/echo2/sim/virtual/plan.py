@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from echo2.config import Config
 from echo2.config_simulation import SimulatedWorkersTable
@@ -11,18 +12,21 @@ from echo2.core.worker_settings import WorkerSettings
 from echo2.types import PeerId
 
 PORT = 5700
+TICK_MAX_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
     """`settings` are the core's out of `config`. The learner ends after `steps`, or with the step
-    that it trains after `hours` of virtual time."""
+    that it trains after `hours` of virtual time. `tick_max_s`: the coordinator looks at its clock
+    at least so often; 1 s in production."""
 
     config: Config
     settings: CoordinatorSettings
     seed: int
     hours: float
     steps: int
+    tick_max_s: float = TICK_MAX_S
 
     @property
     def seconds(self) -> float:

@@ -46,7 +46,6 @@ LEDGER_S: Final = 0.01
 TICKS_PER_STEP: Final = 50
 TICK_MIN_S: Final = 0.1
 """Of the coordinator, as in production, where steps are short."""
-TICK_MAX_S: Final = 1.0
 PATIENCE_STEPS: Final = 50.0
 PATIENCE_S: Final = 36_000.0
 
@@ -85,7 +84,7 @@ class VirtualRun:
         self._results: dict[str, StoredResult] = {}
         """Of the batch that the learner has."""
         step_s = table.learner_step_s
-        self._tick_s = min(TICK_MAX_S, max(TICK_MIN_S, step_s / TICKS_PER_STEP))
+        self._tick_s = min(plan.tick_max_s, max(TICK_MIN_S, step_s / TICKS_PER_STEP))
 
     # ------------------------------------------------------------------------- running
 
