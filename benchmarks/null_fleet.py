@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
+from statistics import fmean
 
 import echo2
 from echo2.embedding import Tensors
@@ -63,8 +64,9 @@ async def trained(
     period: int = 1,
 ) -> list[dict[str, float]]:
     """`steps` learner steps, each a wait of `train_s`; `weights()` are published before the first
-    and then every `period` steps. One row for each step: seconds waited, trained and published,
-    $ of the whole run when its batch came, and the time at its end."""
+    and then every `period` steps. One row for each step: seconds waited and trained, $ of the
+    whole run and what a group takes by the coordinator's measurement when its batch came, and the
+    time at its end."""
     await coordinator.submit(["{}"] * (steps + TASKS_SPARE_STEPS) * groups_per_step)
     await coordinator.publish(weights())
     rows = []
@@ -73,7 +75,7 @@ async def trained(
         batch = await coordinator.next_batch()
         assert batch is not None
         received = time.monotonic()
-        cost_usd = coordinator.status()["cost_usd"]
+        status = coordinator.status()
         await asyncio.sleep(train_s - (time.monotonic() - received))
         done = time.monotonic()
         await coordinator.complete(batch)
@@ -83,7 +85,10 @@ async def trained(
             {
                 "wait_s": received - asked,
                 "train_s": done - received,
-                "cost_usd": cost_usd,
+                "cost_usd": status["cost_usd"],
+                "latency_s": fmean(
+                    each["latency_s"] for each in status["workers"] for _ in range(each["slots"])
+                ),
                 "time": time.monotonic(),
             }
         )
