@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
 from collections.abc import Callable
 from typing import Any
+
+from machine import this_machine
 
 from echo2.core.capacity_paper import (
     kappas,
@@ -136,10 +136,7 @@ def _words(pool: Pool, bcast_s: float, target: float) -> dict[str, Any]:
 def main() -> None:
     result = {
         "benchmark": "capacity_paper",
-        "machine": {
-            "cores": os.cpu_count(),
-            "processor": platform.processor() or platform.machine(),
-        },
+        "machine": this_machine(),
         "parameters": {
             "rollouts_per_step": R,
             "train_s": TRAIN_S,

@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import platform
 import sys
 import time
 from collections.abc import Iterator
@@ -24,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from capacity_fleet import Cell, truth
+from machine import this_machine
 
 from echo2.core.capacity import BUBBLE_MAX, Workload, predict
 from echo2.core.capacity_paper import paper_mu_min
@@ -169,10 +168,7 @@ def main() -> None:
         print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     result = {
         "benchmark": "capacity_truth",
-        "machine": {
-            "cores": os.cpu_count(),
-            "processor": platform.processor() or platform.machine(),
-        },
+        "machine": this_machine(),
         "parameters": {
             "groups_per_step": R,
             "train_s": TRAIN_S,

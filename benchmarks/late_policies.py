@@ -14,16 +14,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import platform
 import sys
 import tempfile
-import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from machine import this_machine
+from null_fleet import a_worker, trained, workers_joined
 
 import echo2
 from echo2.config import config_from_mapping, config_to_toml
@@ -63,51 +62,25 @@ def a_config(staleness_max: int, late: str) -> echo2.Config:
     )
 
 
-async def a_worker(
-    stack: AsyncExitStack, config: Path, run_dir: Path, name: str, rate: float
-) -> None:
-    log = stack.enter_context((run_dir / f"{name}.log").open("wb"))
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "echo2_workers", str(config), "--run-dir", str(run_dir)),
-        *("--name", name, "--set", f"worker.null.tokens_per_s={rate}"),
-        stdout=log,
-        stderr=log,
-    )
-
-    async def end() -> None:
-        if process.returncode is None:
-            process.terminate()
-        await process.wait()
-
-    stack.push_async_callback(end)
-
-
 async def run(staleness_max: int, late: str, steps: int, run_dir: Path) -> dict[str, Any]:
     """One fleet, `steps` learner steps after two for warming up."""
     config = a_config(staleness_max, late)
     path = run_dir / "config.resolved.toml"
     weights = {"w": np.zeros(16384, np.float32)}
-    waits, last = [], 0.0
+
+    def changed() -> dict[str, np.ndarray]:
+        weights["w"] += 1
+        return weights
+
     async with AsyncExitStack() as stack:
         coordinator = await stack.enter_async_context(echo2.Coordinator(config, run_dir=run_dir))
         for i in range(NUM_FAST + 1):
             rate = TOKENS_PER_S if i < NUM_FAST else TOKENS_PER_S / 10
-            await a_worker(stack, path, run_dir, f"w-{i}", rate)
-        while sum(w["state"] == "syncing" for w in coordinator.status()["workers"]) <= NUM_FAST:  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
-        await coordinator.submit(["{}"] * (steps + 40) * R)
-        await coordinator.publish(weights)
-        for step in range(steps):
-            asked = time.monotonic()
-            batch = await coordinator.next_batch()
-            assert batch is not None
-            waits.append(time.monotonic() - asked)
-            await asyncio.sleep(TRAIN_S)
-            await coordinator.complete(batch)
-            weights["w"] += 1
-            await coordinator.publish(weights)
-            last = step
-    assert last == steps - 1
+            settings = {"worker.null.tokens_per_s": rate}
+            await a_worker(stack, path, run_dir, f"w-{i}", settings)
+        await workers_joined(coordinator, NUM_FAST + 1)
+        rows = await trained(coordinator, changed, steps=steps, train_s=TRAIN_S, groups_per_step=R)
+    waits = [row["wait_s"] for row in rows]
     return {"S": staleness_max, "late": late, **figures(config, run_dir, waits[2:])}
 
 
@@ -183,10 +156,7 @@ def main() -> None:
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     result = {
         "benchmark": "late_policies",
-        "machine": {
-            "cores": os.cpu_count(),
-            "processor": platform.processor() or platform.machine(),
-        },
+        "machine": this_machine(),
         "parameters": {
             "groups_per_step": R,
             "group_size": G,

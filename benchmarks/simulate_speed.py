@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from machine import this_machine
 
 from echo2.commands.simulate_run import plan_of
 from echo2.config import load_config
@@ -68,10 +68,7 @@ def main() -> None:
         json.dumps(
             {
                 "benchmark": "simulate_speed",
-                "machine": {
-                    "cores": os.cpu_count(),
-                    "processor": platform.processor() or platform.machine(),
-                },
+                "machine": this_machine(),
                 "parameters": {"config": str(options.config), "hours": options.hours},
                 "goal_virtual_hours_in_a_minute": GOAL_HOURS,
                 **rows,

@@ -14,15 +14,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import platform
-import sys
 import tempfile
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import numpy as np
+from machine import this_machine
+from null_fleet import a_worker, trained, workers_joined
 
 import echo2
 from echo2.commands.simulate_run import plan_of
@@ -37,30 +36,13 @@ GOAL = 0.02
 """Of $ per step: simulated over true, minus 1."""
 
 
-async def a_worker(
-    stack: AsyncExitStack, config: Path, run_dir: Path, name: str, kind: SimulatedWorkersTable
-) -> None:
-    log = stack.enter_context((run_dir / f"{name}.log").open("wb"))
-    settings = {
+def worker_settings(kind: SimulatedWorkersTable) -> dict[str, float | str]:
+    return {
         "worker.slots": kind.slots,
         "worker.price_usd_per_h": kind.price_usd_per_h,
         "worker.null.tokens_per_s": kind.tokens_per_s,
         "worker.null.install_s": kind.install_s,
     }
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "echo2_workers", str(config), "--run-dir", str(run_dir)),
-        *("--name", name),
-        *(part for key, value in settings.items() for part in ("--set", f"{key}={value}")),
-        stdout=log,
-        stderr=log,
-    )
-
-    async def end() -> None:
-        if process.returncode is None:
-            process.terminate()
-        await process.wait()
-
-    stack.push_async_callback(end)
 
 
 async def truth(config: Config, steps: int, run_dir: Path) -> list[dict[str, float]]:
@@ -70,36 +52,24 @@ async def truth(config: Config, steps: int, run_dir: Path) -> list[dict[str, flo
     kinds = config.simulation.workers
     names = [(f"{k.name}-{place}", k) for k in kinds for place in range(1, k.count + 1)]
     weights = {"w": np.zeros(16384, np.float32)}
-    train_s = config.simulation.learner_step_s
-    rows = []
+
+    def changed() -> dict[str, np.ndarray]:
+        weights["w"] += 1
+        return weights
+
     async with AsyncExitStack() as stack:
         coordinator = await stack.enter_async_context(echo2.Coordinator(config, run_dir=run_dir))
         for name, kind in names:
-            await a_worker(stack, path, run_dir, name, kind)
-        while len(coordinator.status()["workers"]) < len(names):  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
-        await coordinator.submit(["{}"] * (steps + 40) * config.learner.groups_per_step)
-        await coordinator.publish(weights)
-        for _ in range(steps):
-            asked = time.monotonic()
-            batch = await coordinator.next_batch()
-            assert batch is not None
-            received = time.monotonic()
-            cost_usd = coordinator.status()["cost_usd"]
-            await asyncio.sleep(train_s - (time.monotonic() - received))
-            trained = time.monotonic()
-            await coordinator.complete(batch)
-            weights["w"] += 1
-            await coordinator.publish(weights)
-            rows.append(
-                {
-                    "wait_s": received - asked,
-                    "train_s": trained - received,
-                    "cost_usd": cost_usd,
-                    "time": time.monotonic(),
-                }
-            )
-    return rows
+            await a_worker(stack, path, run_dir, name, worker_settings(kind))
+        await workers_joined(coordinator, len(names))
+        return await trained(
+            coordinator,
+            changed,
+            steps=steps,
+            train_s=config.simulation.learner_step_s,
+            groups_per_step=config.learner.groups_per_step,
+            period=config.staleness.period,
+        )
 
 
 def simulated(config: Config, steps: int, run_dir: Path, seed: int) -> list[dict[str, float]]:
@@ -161,10 +131,7 @@ def main() -> None:
     error = same["usd_per_step"] / true["usd_per_step"] - 1.0
     result = {
         "benchmark": "simulate_truth",
-        "machine": {
-            "cores": os.cpu_count(),
-            "processor": platform.processor() or platform.machine(),
-        },
+        "machine": this_machine(),
         "parameters": {"config": str(options.config), "steps": options.steps, "set": options.set},
         "true": true,
         "simulated": same,

@@ -19,19 +19,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from heapq import heappop, heappush
 from typing import Final, Literal
 
-from echo2.core.dispatch import INSTALL_SHARE_MAX, STRAGGLER_RATIO
+from echo2.core.capacity_times import QUANTILES, group_times, mean_deviation
+from echo2.core.dispatch import STRAGGLER_RATIO
 from echo2.core.estimates import Estimate
+from echo2.core.install_wait import comes_too_late, has_time, is_short
 from echo2.core.settings import Late
 from echo2.core.worker_versions import KEEP_FETCH_ABOVE
 
-QUANTILES = 8192
 MEASURED_MAX = 16
 """Workers of a kind whose measured latency is kept."""
 MEASURE_WEIGHT = Estimate().weight
+DEVIATION_NOISE = math.sqrt(2.0 / (2.0 - MEASURE_WEIGHT))
+"""A mean with this weight is off itself: deviations from it are so much larger."""
 _LEARNER: Final = -1
 _FETCHED: Final = -2
 _INSTALLED: Final = -3
@@ -110,44 +112,6 @@ class Counts:
     )
 
 
-@lru_cache(maxsize=64)
-def gamma_quantiles(cv: float) -> tuple[float, ...]:
-    """QUANTILES equally likely values, with mean 1, of a gamma distribution with coefficient of
-    variation `cv`, 0 to 10: the middles of equal shares of its mass, ascending."""
-    if cv < 1e-3:
-        return (1.0,) * QUANTILES
-    shape, cells = 1.0 / cv**2, 20_000
-    # With x = e^z the density over z is x^shape e^(-shape x), which is smooth for every shape.
-    low = -12.0 * cv if cv < 1.0 else max(-700.0, -30.0 / shape)
-    high = math.log(1.0 + 40.0 * cv * (1.0 + cv))
-    width = (high - low) / cells
-    mass = []
-    for i in range(cells):
-        z = low + (i + 0.5) * width
-        mass.append(math.exp(shape * (z - math.exp(z) + 1.0)))
-    total, found, below, i = math.fsum(mass), [], 0.0, 0
-    for q in range(QUANTILES):
-        wanted = (q + 0.5) / QUANTILES * total
-        while below + mass[i] < wanted:
-            below += mass[i]
-            i += 1
-        found.append(math.exp(low + (i + (wanted - below) / mass[i]) * width))
-    mean = math.fsum(found) / QUANTILES
-    return tuple(value / mean for value in found)
-
-
-@lru_cache(maxsize=64)
-def group_times(cv: float, seed: int) -> tuple[float, ...]:
-    """The quantiles, shuffled: in each QUANTILES groups every one comes once, so that two
-    predictions differ little by luck."""
-    times, draw = list(gamma_quantiles(cv)), 2 * seed + 1
-    for i in range(len(times) - 1, 0, -1):
-        draw = (draw * 6364136223846793005 + 1442695040888963407) % 2**64
-        j = (draw >> 33) % (i + 1)
-        times[i], times[j] = times[j], times[i]
-    return tuple(times)
-
-
 class StepRecursion:
     def __init__(self, rules: Rules, kinds: Sequence[Slots], *, seed: int) -> None:
         self.rules = rules
@@ -174,6 +138,9 @@ class StepRecursion:
         self._counting = False
         self._slots = sum(kind.slots for kind in self.kinds)
         self._install_s = max(kind.install_s for kind in self.kinds)
+        self._deviation_share = DEVIATION_NOISE * mean_deviation(rules.latency_cv)
+        self._trained_at_s = 0.0
+        """When the batch in training will be."""
         self._look_at_pace()
 
     def run(self, *, warmup: int, steps: int) -> Counts:
@@ -209,20 +176,28 @@ class StepRecursion:
         return "tail" if is_full and not self.is_lead_capped else "window"
 
     def _look_at_pace(self) -> None:
-        """Dispatcher._measure, .target and ._about_to_install."""
+        """Dispatcher._measure, .target and what ._about_to_install asks of the fleet."""
         rules = self.rules
         rate = 0.0
         for kind in self.kinds:
             rate += kind.rate
-        step_s = self.step_s = max(rules.train_s, rules.groups_per_step / rate)
+        latency_s, pool_s = self._slots / rate, rules.groups_per_step / rate
+        step_s = self.step_s = max(rules.train_s, pool_s)
         lead = rules.lead_steps
         if lead is None:
-            lead = (self._slots / rate + self._install_s) / step_s
+            lead = (latency_s + self._install_s) / step_s
         self.is_lead_capped = lead >= rules.staleness_max
         if self.is_lead_capped:
             lead = rules.staleness_max
         self.target = math.ceil(rules.groups_per_step * (1 + lead))
-        self.awaits_installs = rules.fetch_s + self._install_s <= INSTALL_SHARE_MAX * step_s
+        usual_s = rules.fetch_s + self._install_s
+        self.is_install_short = is_short(usual_s, step_s=step_s)
+        self.has_time = has_time(
+            usual_s,
+            latency_s=latency_s,
+            train_s=rules.train_s,
+            pool_s=pool_s,
+        )
 
     # ------------------------------------------------------------------------ groups
 
@@ -261,7 +236,7 @@ class StepRecursion:
             if free < 1:
                 continue
             place = kind.version + self.rules.staleness_max - self.f
-            if place < 0 or (self.awaits_installs and kind.version < self._newest):
+            if place < 0 or (kind.version < self._newest and self._awaits_install(kind, place)):
                 continue
             until_s = (place + 1) * self.step_s
             if max(kind.means) > until_s:
@@ -278,6 +253,22 @@ class StepRecursion:
                 room -= granted
                 if room < 1:
                     return
+
+    def _awaits_install(self, kind: Slots, place: int) -> bool:
+        """Dispatcher._about_to_install, of a kind with an older version."""
+        if not self.is_install_short:
+            return False
+        is_training = self.asked_at is None
+        if is_training and self.has_time:
+            return True
+        until_s = place * self.step_s
+        if is_training:
+            until_s += max(0.0, self._trained_at_s - self.now)
+        return comes_too_late(
+            latency_s=len(kind.means) / kind.speed,
+            deviation_share=self._deviation_share,
+            until_s=until_s,
+        )
 
     def _cap(self, kind: Slots, until_s: float) -> int:
         """Dispatcher._cap, of all workers of the kind together."""
@@ -340,7 +331,8 @@ class StepRecursion:
             counts.staleness += stale
         self.asked_at = None
         self._advance()
-        heappush(self._heap, (self.now + self.rules.train_s, _LEARNER, self.f, 0.0, 0.0))
+        self._trained_at_s = self.now + self.rules.train_s
+        heappush(self._heap, (self._trained_at_s, _LEARNER, self.f, 0.0, 0.0))
 
     def _holds(self) -> bool:
         """The hold: more groups are out than later batches have room for."""

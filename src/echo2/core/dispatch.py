@@ -2,8 +2,8 @@
 
 A lease needs a ready worker with a free slot and a verdict of `pacing_verdict`. Among what
 the law allows, the dispatcher works only `lead_steps` ahead of the next batch, prefers
-workers with fresh weights, waits a moment for one that is about to install, and gives a
-slow worker no more than it can finish before expiry.
+workers with fresh weights, waits a moment for one that is about to install where that costs
+nothing (`core/install_wait.py`), and gives a slow worker no more than it can finish before expiry.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from echo2.core.evals import EvalLease
 from echo2.core.group import Group, Lease
+from echo2.core.install_wait import comes_too_late, has_time, is_short
 from echo2.core.membership import Worker
 from echo2.core.run_state import RunState
 from echo2.core.staleness import expiry_step, pacing_verdict
@@ -21,8 +22,6 @@ from echo2.types import LeaseId, Sampling, Version
 
 INSTALL_PATIENCE = 1.5
 """How many usual times to installation a worker is waited for."""
-INSTALL_SHARE_MAX = 0.5
-"""Wait for an install only if it usually takes less than this share of a learner step."""
 LATENCY_FLOOR_S = 1e-3
 TASKS_PATIENCE_S = 5.0
 """Tasks that did not come by then are asked for again: the request may be lost."""
@@ -36,12 +35,16 @@ PACE_AGE_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The fleet as measured at `at`: its fastest worker's latency, the time of a learner step
-    when nothing holds it (the learner's own, or the pool's), and the lead that hides it."""
+    """The fleet as measured at `at`: its fastest worker's latency, that of its slots and its mean
+    deviation over its mean; what the pool needs for a learner step; the time of one when nothing
+    holds it (the learner's own, or the pool's), and the lead that hides it."""
 
     at: float
     key: tuple[int, int]
     fastest_s: float
+    latency_s: float
+    deviation_share: float
+    pool_s: float
     step_s: float
     lead_steps: float
 
@@ -197,7 +200,7 @@ class Dispatcher:
 
     def _measure(self, key: tuple[int, int]) -> Pace:
         state = self.state
-        rate, slots, install_s, fastest_s = 0.0, 0, 0.0, math.inf
+        rate, slots, install_s, fastest_s, deviations = 0.0, 0, 0.0, math.inf, 0.0
         workers = [worker for worker in state.members.ready() if worker.latency_s.known]
         usable = {v for v in {worker.installed for worker in workers} if v and self.is_usable(v)}
         for worker in workers:
@@ -207,11 +210,20 @@ class Dispatcher:
                 slots += worker.slots
                 install_s = max(install_s, worker.install_s.mean)
                 fastest_s = min(fastest_s, latency_s)
+                deviations += worker.slots * worker.latency_s.deviation / latency_s
         pool_s = state.settings.groups_per_step / rate if rate > 0 else 0.0
         step_s = max(state.busy_s.mean, pool_s)
-        hidden_s = (slots / rate if rate > 0 else 0.0) + install_s
-        lead_steps = hidden_s / max(step_s, LATENCY_FLOOR_S)
-        return Pace(state.now, key, fastest_s, step_s, lead_steps)
+        latency_s = slots / rate if rate > 0 else 0.0
+        return Pace(
+            at=state.now,
+            key=key,
+            fastest_s=fastest_s,
+            latency_s=latency_s,
+            deviation_share=deviations / max(1, slots),
+            pool_s=pool_s,
+            step_s=step_s,
+            lead_steps=(latency_s + install_s) / max(step_s, LATENCY_FLOOR_S),
+        )
 
     @property
     def can_progress(self) -> bool:
@@ -259,11 +271,38 @@ class Dispatcher:
             return False
         if worker.announced <= worker.installed or not state.bcast_s.known:
             return False
-        usual_s = state.bcast_s.high
-        if not state.busy_s.known or usual_s > INSTALL_SHARE_MAX * self._measured().step_s:
+        usual_s, pace = state.bcast_s.high, self._measured()
+        if not state.busy_s.known or not is_short(usual_s, step_s=pace.step_s):
+            return False
+        if not self._has_time(usual_s, pace) and not self._comes_too_late(worker, pace):
             return False
         since = state.now - state.published_at.get(worker.announced, state.now)
         return since <= INSTALL_PATIENCE * usual_s
+
+    def _has_time(self, usual_s: float, pace: Pace) -> bool:
+        state = self.state
+        if state.seat.wanted_step is not None:
+            return False  # the learner waits
+        return has_time(
+            usual_s,
+            latency_s=pace.latency_s,
+            train_s=state.busy_s.mean,
+            pool_s=pace.pool_s,
+        )
+
+    def _comes_too_late(self, worker: Worker, pace: Pace) -> bool:
+        """May what it begins now, under the version that it has, outlast its expiry?"""
+        state = self.state
+        assert worker.installed is not None
+        expiry = expiry_step(worker.installed.step, staleness_max=state.settings.staleness_max)
+        until_s = (expiry - state.next_step) * pace.step_s
+        if state.next_step > state.step and state.granted_at is not None:
+            until_s += max(0.0, state.busy_s.mean - (state.now - state.granted_at))
+        return comes_too_late(
+            latency_s=worker.latency_s.mean,
+            deviation_share=pace.deviation_share,
+            until_s=until_s,
+        )
 
     def _next_group(self, worker: Worker, *, others: bool) -> Group | None:
         """The first in the queue; one that this worker lost before goes to another."""

@@ -11,7 +11,7 @@ import pytest
 
 from echo2.core.capacity import BUBBLE_MAX, Workload, predict
 from echo2.core.capacity_pool import Pool, WorkerKind
-from echo2.core.capacity_steps import QUANTILES, gamma_quantiles, group_times
+from echo2.core.capacity_times import QUANTILES, gamma_quantiles, group_times
 
 
 def a_workload(**changes: Any) -> Workload:

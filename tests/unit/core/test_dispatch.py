@@ -283,34 +283,67 @@ def test_the_faster_of_two_workers_comes_first() -> None:
     assert scene.grantee[scene.lease_of("g0")] == "w-2"
 
 
-def about_to_install(*, usual_s: float, step_s: float) -> Scene:
-    scene = a_running_scene(slots=1, staleness_max=3, groups_per_step=1, tasks=0)
+def about_to_install(
+    *,
+    usual_s: float = 1.0,
+    step_s: float = 10.0,
+    latency_s: float = 2.0,
+    staleness_max: int = 3,
+    asks: bool = False,
+    groups_per_step: int = 1,
+) -> Scene:
+    """One worker with one free slot under version 0, while version 1 is on its way; the learner
+    trains version 1's first batch, or `asks` for it."""
+    scene = a_running_scene(
+        slots=1, staleness_max=staleness_max, groups_per_step=groups_per_step, tasks=0
+    )
     measured(scene, step_s=step_s)
+    the_worker(scene, latency_s=latency_s)
     scene.state.bcast_s.add(usual_s)
     scene.state.step = 1
+    scene.state.seat.wanted_step = 1 if asks else None
     scene.publishes(1)
+    scene.tick(after=PACE_AGE_S)
     scene.submits(1)
     return scene
 
 
 def test_a_worker_that_is_about_to_install_is_given_a_moment() -> None:
-    scene = about_to_install(usual_s=1.0, step_s=10.0)
+    scene = about_to_install(usual_s=2.0)
     assert scene.leases() == []
-    scene.tick(after=1.5)
+    scene.tick(after=2.4)
     assert scene.leases() == [], "so long it may take"
-    scene.tick(after=0.1)
+    scene.tick(after=0.2)
     assert len(scene.leases()) == 1
 
 
 def test_the_moment_ends_with_the_installation() -> None:
-    scene = about_to_install(usual_s=1.0, step_s=10.0)
+    scene = about_to_install(usual_s=2.0)
     scene.installs("w-1", V1)
     assert scene.grants[scene.leases()[0]].version == V1
 
 
 def test_an_install_that_takes_long_is_not_waited_for() -> None:
-    scene = about_to_install(usual_s=6.0, step_s=10.0)
+    scene = about_to_install(usual_s=6.0)
     assert len(scene.leases()) == 1
+
+
+def test_a_pool_without_time_to_spare_waits_for_no_install() -> None:
+    scene = about_to_install(usual_s=2.0, latency_s=9.9)
+    assert len(scene.leases()) == 1, "a group of 9.9 s each 10 s: nothing may be missed"
+
+
+def test_a_learner_that_waits_is_not_kept_waiting_for_an_install() -> None:
+    scene = about_to_install(usual_s=2.0, asks=True)
+    assert len(scene.leases()) == 1
+
+
+def test_a_group_that_could_outlast_its_expiry_waits_for_the_install() -> None:
+    # Under version 0 and S = 1 it would be trained at version 1 or never: the learner waits for it.
+    scene = about_to_install(usual_s=2.0, latency_s=9.9, staleness_max=1, asks=True)
+    assert scene.leases() == []
+    scene.installs("w-1", V1)
+    assert scene.grants[scene.leases()[0]].version == V1
 
 
 def cap(scene: Scene, name: str = "w-1") -> int:
