@@ -223,7 +223,7 @@ def test_a_budget_ends_the_run_clean() -> None:
     settings = replace(scenario.settings, budget_usd=0.03)
     outcome = play("a_fleet", 5, replace(scenario, settings=settings, steps=100_000))
     assert outcome.finished
-    assert outcome.reason == "the data is used up"
+    assert outcome.reason.startswith("the data is used up; budget.max_usd = 0.03 is spent: $0.03")
     assert 0.03 <= outcome.cost_usd < 0.04
 
 
