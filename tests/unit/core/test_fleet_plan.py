@@ -135,7 +135,7 @@ def test_too_few_machines_are_told_with_what_is_needed() -> None:
 
 
 def test_echo2_s_plan_hardly_waits_and_one_rate_below_would() -> None:
-    terms = some_terms(latency_cv=0.5, weights={"num_bytes": 250_000_000})
+    terms = some_terms(latency_cv=0.5, weights={"num_bytes": 900_000_000})
     row = a_row(terms, machine(usd_per_h=0.2), s=2, model=ECHO2)
     assert row.is_enough
     assert row.bubble_ratio <= BUBBLE_MAX
