@@ -95,7 +95,7 @@ class Soak:
             time.sleep(SAMPLE_S)
             self.run.check()
 
-    def go(self, warm_up_s: float) -> None:
+    def go(self, warm_up_s: float = 0.0) -> None:
         """Until so many groups were acknowledged. RuntimeError when they do not get on."""
         self._pass(warm_up_s)
         self.scrape()

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from echo2.commands.run_folder import RunFolder
 from echo2.config import Config, load_config
+from echo2.config_settings import settings_of
 from echo2.errors import ConfigError, Echo2Error
-from echo2.service import settings_of
 from echo2.sim.virtual import Figures, RunPlan, VirtualRun
 from echo2.sim.virtual.records import Records
 
