@@ -61,6 +61,8 @@ class ActivationTerms:
     def offer_of(self, worker: str) -> OfferTerms | None:
         """The offer that a worker is of: its name is the offer's, or begins with it and a dash;
         of several the longest."""
+        if not self.offers:
+            return None
         own = [o for o in self.offers if worker == o.name or worker.startswith(f"{o.name}-")]
         return max(own, key=lambda offer: len(offer.name), default=None)
 
