@@ -62,7 +62,7 @@ MESSAGES_PER_TURN: Final = 64
 BYTES_PER_TURN: Final = 8 << 20
 _TURN_S: Final = 0.005
 """After so long a turn takes, or sends, no more: all else on the event loop waits for it. A shorter
-one settles more often: at half of it a group costs a tenth more under full load."""
+one settles more often, which costs."""
 PEERS_MAX: Final = 65536
 FLOOD: Final = "flood"
 """Why a message is refused that was not read: its peer's budget is used up."""
