@@ -57,6 +57,7 @@ def check_model(
     """The model made of `tables`, or ConfigError with `problems` and all that were found."""
     found = list(problems)
     wrong: set[str] = set()
+    tables = _without_moved_defaults(model, tables)
     try:
         config = model.model_validate(tables, strict=True)
     except ValidationError as error:
@@ -136,6 +137,24 @@ def _syntax(path: Path, text: str, said: str) -> str:
     shown = lines[min(line, len(lines)) - 1].strip()
     what = what[:1].lower() + what[1:]
     return f"{path}, line {line}, column {column}: not TOML: {what}; the line reads: {shown[:120]}"
+
+
+def _without_moved_defaults(model: type[BaseModel], tables: Mapping[str, Any]) -> dict[str, Any]:
+    """The same without settings under a former name (the model's MOVED) that say what holds
+    anyway: run folders of earlier releases have all settings written out."""
+    left = copy.deepcopy(dict(tables))
+    moved: Mapping[str, str] = getattr(model, "MOVED", {})
+    for old, new in moved.items():
+        default: Any = model()
+        for key in new.split("."):
+            default = getattr(default, key)
+        *path, name = old.split(".")
+        table: Any = left
+        for key in path:
+            table = table.get(key) if isinstance(table, dict) else None
+        if isinstance(table, dict) and table.get(name) == default:
+            del table[name]
+    return left
 
 
 def _leave_out(tables: dict[str, Any], location: Location) -> None:

@@ -438,3 +438,7 @@ def test_what_would_fail_only_in_the_run_is_told_before_it(
 ) -> None:
     (problem,) = problems_of(tables)
     assert said in problem
+
+
+def test_a_run_folder_of_an_earlier_release_with_a_default_under_its_former_name_is_read() -> None:
+    assert config_from_mapping({"cost": {"budget_usd": 0.0}}) == config_from_mapping({})
