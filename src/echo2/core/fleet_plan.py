@@ -84,16 +84,20 @@ def _cheapest_enough(
 ) -> PlanRow | None:
     best: PlanRow | None = None
     for case in cases:
-        needs_least = False
+        least: list[set[str]] = []
+        """Sets of machines of which some make no more than the bare rate, and are enough: fewer to
+        choose from ask for no lower rate."""
         for allowed in _levels(case.machines):
+            names = {machine.kind.name for machine in allowed}
+            if any(names <= larger for larger in least):
+                continue
             row = model.enough(case, allowed, below)
             if row is not None and row.usd_per_step < below:
                 best, below = row, row.usd_per_step
             if row is not None and row.mu_min <= case.bare_rate:
-                needs_least = True
-                break  # fewer machines to choose from ask for no lower rate
-        if needs_least and not case.has_egress:
-            break  # nor does a longer period, which then saves no money
+                least.append(names)
+        if any(len(names) == len(case.machines) for names in least) and not case.has_egress:
+            break  # no set needs less, nor does a longer period, which then saves no money
     return best
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -213,3 +214,21 @@ def test_many_kinds_that_are_alike_are_played_as_one() -> None:
     assert sum(apart.counts.values()) == together.counts["m"]
     assert apart.mu_min == together.mu_min
     assert apart.usd_per_step == pytest.approx(together.usd_per_step, rel=0.01)
+
+
+class OnlyAlone(PaperModel):
+    """Either kind is enough alone, the wide one at the bare rate."""
+
+    def enough(self, case: FleetCase, allowed: Sequence[Machine], below: float) -> PlanRow | None:
+        if len(allowed) > 1:
+            return None
+        name = allowed[0].kind.name
+        fleet = case.these({name: allowed[0].count}, why="all of it")
+        mu_min = case.bare_rate * (1.0 if name == "wide" else 1.5)
+        return case.row(fleet, mu_min=mu_min, step_s=100.0, bottleneck="", is_enough=True)
+
+
+def test_a_dear_set_that_needs_the_least_rate_hides_no_cheaper_one_of_other_machines() -> None:
+    wide = machine("wide", 4, down_mbit=1000.0, usd_per_h=3.0)
+    quick = machine("quick", 4, rate_groups_per_s=0.2, usd_per_h=0.5)
+    assert a_row(some_terms(), wide, quick, model=OnlyAlone()).counts == {"quick": 4}
