@@ -27,9 +27,12 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 def test_a_killed_worker_loses_its_leases_to_others_and_a_new_one_joins(fleet: Fleet) -> None:
     fleet.start_all(workers=2)
     fleet.until_step(3)
+    learner = fleet.processes["learner"]
+    learner.send_signal(signal.SIGSTOP)  # or it may be done before the worker's time is up
     fleet.processes["w-1"].kill()
     fleet.start("worker", "--name", "w-3", name="w-3")
     fleet.until(lambda: fleet.events("worker_gone"), "worker_gone")
+    learner.send_signal(signal.SIGCONT)
     assert fleet.events("worker_gone")[0]["worker"] == "w-1"
     finishes_well(fleet)
     lines = fleet.lines("events.jsonl")
