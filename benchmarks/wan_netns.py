@@ -28,6 +28,11 @@ MARK: Final = "ECHO2_WAN"
 COMMAND_TIMEOUT_S: Final = 30.0
 END_TIMEOUT_S: Final = 10.0
 CLONE_NEWNET: Final = 0x40000000
+STATE, FLAGS, STARTED = 0, 6, 19
+ENVIRONMENT: Final = (47, 48)
+"""Places in what `_stat` returns; the last are where the environment begins and ends."""
+KERNEL_THREAD: Final = 0x00200000
+"""In the flags; such a process has no environment."""
 
 T = TypeVar("T")
 
@@ -137,7 +142,7 @@ def _is_stale(pid: int) -> bool:
     try:
         if os.readlink(f"/proc/{pid}/ns/pid") != os.readlink("/proc/self/ns/pid"):
             return False  # in a container, where its owner has another number
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        environment = _environment(pid)
     except OSError:
         return False
     prefix = f"{MARK}=".encode()
@@ -148,12 +153,30 @@ def _is_stale(pid: int) -> bool:
     return False
 
 
+def _environment(pid: int) -> bytes:
+    """Raises OSError when there is no such process. In the middle of an exec the kernel shows
+    an empty one that lies nowhere: looked at again until it has a place."""
+    while True:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        stat = _stat(pid)
+        has_none = stat[STATE] in ("Z", "X") or int(stat[FLAGS]) & KERNEL_THREAD
+        start, end = (int(stat[place]) for place in ENVIRONMENT)
+        if environment or has_none or start == end != 0:
+            return environment
+        time.sleep(0.001)
+
+
 def _started(pid: int) -> str:
     """When the process began, in the kernel's ticks; empty when there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return _stat(pid)[STARTED]
     except OSError:
         return ""
+
+
+def _stat(pid: int) -> list[str]:
+    """What `proc_pid_stat(5)` calls fields 3 to 52."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _unshared() -> int:

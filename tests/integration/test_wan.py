@@ -68,16 +68,17 @@ with Wan([HostLink("a", 10, 10)]) as wan:
 
 
 @contextlib.contextmanager
-def benchmarks_imported() -> Iterator[tuple[Any, Any, Any]]:
+def benchmarks_imported() -> Iterator[list[Any]]:
+    names = ("wan", "wan_netns", "wan_router", "broadcast")
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        yield tuple(importlib.import_module(name) for name in ("wan", "wan_router", "broadcast"))
+        yield [importlib.import_module(name) for name in names]
     finally:
         sys.path.remove(str(BENCHMARKS))
 
 
 with benchmarks_imported() as modules:
-    wan_module, router, broadcast = modules
+    wan_module, namespaces, router, broadcast = modules
 HostLink, Wan = wan_module.HostLink, wan_module.Wan
 
 MISSING = wan_module.absent()
@@ -212,6 +213,17 @@ def test_a_signal_leaves_nothing_behind(number: signal.Signals) -> None:
             with two_hosts():
                 pass
         until(lambda: not is_alive(inside), f"the end of process {inside}")
+
+
+def test_the_mark_of_a_process_that_is_about_to_become_another_is_seen() -> None:
+    over_and_over = 'exec sh -c "$0" "$0"'
+    process = subprocess.Popen(["sh", "-c", over_and_over, over_and_over], env={"ECHO2_WAN": "1"})
+    try:
+        seen = [namespaces._environment(process.pid) for _ in range(2_000)]
+    finally:
+        process.kill()
+        process.wait()
+    assert [one for one in seen if b"ECHO2_WAN=1" not in one] == []
 
 
 @needs_hosts
