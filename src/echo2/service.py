@@ -26,6 +26,7 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -95,7 +96,8 @@ log = structlog.get_logger()
 
 TICK_S: Final = 0.1
 PERSISTED_PER_TURN: Final = 32
-"""Records whose consequences are carried out before others have their turn."""
+PERSISTED_TURN_S: Final = 0.002
+"""Records that the core takes before others have their turn, and how long it may take them."""
 LEAVE_S: Final = 5.0
 """At the end learner and workers may take so long to read that it is the end, and why."""
 QUIET_EVENTS: Final = frozenset(
@@ -141,7 +143,7 @@ class Coordinator:
         """Those that came of effects, while these are carried out."""
         self._turn: list[list[Effect]] = []
         """Of each event that was taken and is not settled yet: its effects."""
-        self._carrying_out = False
+        self._carrying_out = self._settles_on = False
         self._persisted: deque[int] = deque()
         """Records that are on the disk, and the core has not been told so."""
         self._left: set[PeerId] = set()
@@ -447,17 +449,26 @@ class Coordinator:
             self._turn.append([Send(event.peer, refusal)])
 
     def _settle(self) -> None:
-        """Let the core settle what it took, and carry out what follows from all of it."""
+        """Let the core settle what it took, and carry out what follows from all of it. What it
+        puts off is done once others on the event loop had their turn."""
         self._carrying_out = True
         try:
             while self._turn:
                 turn, self._turn = self._turn, []
-                turn.append(self._core.settle())
+                turn.append(self._core.settle(grants=not self._settles_on))
                 self._carry_out(turn)
                 while self._events:
                     self._take(self._events.popleft())
         finally:
             self._carrying_out = False
+        if not self._core.is_settled and not self._settles_on:
+            self._settles_on = True
+            self._tasks.call_soon(self._settle_on, name="settle")
+
+    def _settle_on(self) -> None:
+        self._settles_on = False
+        self._turn.append([])
+        self._settle()
 
     def _on_message(self, peer: PeerId, message: Message) -> None:
         """`_settle` is called when the socket's turn is over."""
@@ -467,16 +478,19 @@ class Coordinator:
 
     def _on_persisted(self, record_ids: Sequence[int]) -> None:
         if not self._persisted:
-            asyncio.get_running_loop().call_soon(self._take_persisted)
+            self._tasks.call_soon(self._take_persisted, name="persisted")
         self._persisted.extend(record_ids)
 
     def _take_persisted(self) -> None:
         """A few at a time: a commit may hold a thousand."""
+        until_s = time.monotonic() + PERSISTED_TURN_S
         for _ in range(min(PERSISTED_PER_TURN, len(self._persisted))):
             self._take(Persisted(self._persisted.popleft()))
+            if time.monotonic() > until_s:
+                break
         self._settle()
         if self._persisted:
-            asyncio.get_running_loop().call_soon(self._take_persisted)
+            self._tasks.call_soon(self._take_persisted, name="persisted")
 
     def _received(self, peer: PeerId, message: Message) -> Event | None:
         if isinstance(message, Goodbye) and (self._finish is not None or message.finished):
@@ -579,7 +593,7 @@ class Coordinator:
     def _send(self, peer: PeerId, message: Message) -> None:
         if peer == LOCAL_LEARNER:
             if self._local is not None:
-                asyncio.get_running_loop().call_soon(self._local, message)
+                self._tasks.call_soon(partial(self._local, message), name="local learner")
             return
         self._sockets.send(peer, message)
 

@@ -166,6 +166,8 @@ class Driver(RuleBasedStateMachine):
         if not turn:
             return
         turn.append((None, self.core.settle()))
+        while not self.core.is_settled:
+            turn.append((None, self.core.settle()))
         self.checker.observe(turn, self.core.state)
         for _, effects in turn:
             for effect in effects:

@@ -8,7 +8,9 @@ Events that come together may be taken one after the other, and settled once:
 
     take(event, now) -> its own effects    take(event, now) -> ...    settle() -> what follows
 
-`handle` is that for one event alone. Effects are carried out in the order in which they came out.
+Many leases are granted a part at a time: until it `is_settled`, `settle` is called again, after
+others had their turn. `handle` is all that for one event alone. Effects are carried out in the
+order in which they came out.
 """
 
 from __future__ import annotations
@@ -119,8 +121,11 @@ class CoordinatorState:
         self._watched_at = 0.0
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take one event, and settle."""
-        return [*self.take(event, now), *self.settle()]
+        """Take one event, and settle all of it."""
+        effects = [*self.take(event, now), *self.settle()]
+        while not self.is_settled:
+            effects += self.settle()
+        return effects
 
     def take(self, event: Event, now: float) -> list[Effect]:
         """Take one event at `now` (seconds, monotonic; a step back is read as no step). Returns
@@ -136,13 +141,20 @@ class CoordinatorState:
                 self._may_lease |= not self._only_buffered
         return self._effects()
 
-    def settle(self) -> list[Effect]:
+    def settle(self, *, grants: bool = True) -> list[Effect]:
         """What became possible by the events since the last time? Not asked after heartbeats and
-        news of relays: those change nothing that the next tick would not see."""
-        if self._unsettled and self.state.finished is None:
-            self._settle()
-        self._unsettled = self._may_lease = False
+        news of relays: those change nothing that the next tick would not see. No lease is granted
+        together with a batch, nor without `grants`: both are work enough."""
+        is_batch = self._unsettled and self.state.finished is None and self._try_batch()
+        if grants and not is_batch and not self.is_settled:
+            self._grant()
+        self._unsettled = False
         return self._effects()
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing is left that `settle` put off."""
+        return not self._may_lease or self.state.finished is not None
 
     def _effects(self) -> list[Effect]:
         effects, self.state.effects = self.state.effects, []
@@ -238,16 +250,22 @@ class CoordinatorState:
             case _:
                 pass  # nothing waits for a checkpoint's record
 
-    def _settle(self) -> None:
-        """Groups that were only buffered make no lease possible."""
+    def _try_batch(self) -> bool:
+        """Whether one was granted. Groups that were only buffered make no lease possible, but by
+        it."""
         step = self.state.next_step
         self.audits.dispatch()
         self.learner.batches.try_batch()
-        if not self._may_lease and self.state.next_step == step:
-            return
+        if self.state.next_step == step:
+            return False
+        self._may_lease = True
+        return True
+
+    def _grant(self) -> None:
+        self._may_lease = False
         if not self.learner.batches.is_over_budget:
             self.dispatcher.request_tasks()
-            self.dispatcher.dispatch()
+            self._may_lease = self.dispatcher.dispatch()
         for found in self.state.evals.done():
             self.state.end_eval(found)
 

@@ -9,7 +9,9 @@ nothing (`core/install_wait.py`), and gives a slow worker no more than it can fi
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from echo2.core.evals import EvalLease
 from echo2.core.group import Group, Lease
@@ -31,22 +33,22 @@ PROBE_LATENCIES = 30.0
 """A straggler is tried again after so many of its latencies: it may have become faster."""
 PACE_AGE_S = 0.5
 """Rates of the fleet change slowly; they are looked at so often, not at each event."""
+GRANTS_AT_ONCE = 32
+"""Groups that are granted before other events have their turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
     """The fleet as measured at `at`: its fastest worker's latency, that of its slots and its mean
-    deviation over its mean; what the pool needs for a learner step; the time of one when nothing
-    holds it (the learner's own, or the pool's), and the lead that hides it."""
+    deviation over its mean; its longest usual install; what the pool needs for a learner step."""
 
     at: float
-    key: tuple[int, int]
+    num_workers: int
     fastest_s: float
     latency_s: float
     deviation_share: float
+    install_s: float
     pool_s: float
-    step_s: float
-    lead_steps: float
 
 
 def lease_seed(run_seed: int, task_index: int, attempt: int) -> int:
@@ -94,55 +96,39 @@ class Dispatcher:
 
     # --------------------------------------------------------------------- leases
 
-    def dispatch(self) -> None:
-        """Grant what may be granted now; `reason` says why it stopped."""
+    def dispatch(self) -> bool:
+        """Grant what may be granted now, GRANTS_AT_ONCE at most, and `reason` says why it stopped.
+        Whether it stopped only since those were enough at once."""
         state = self.state
         if state.lineage.newest is None:
             self.reason = "no version is published yet"
-            return
+            return False
         if state.evals.evals:
             self._dispatch_evals()
         if not state.book.queue:
             self.reason = "no task is ready"
-            return
-        room = self.target - state.book.num_held
+            return False
+        held = state.book.num_held
+        room = self.target - held
         if room < 1:
-            self.reason = (
-                f"{state.book.num_held} groups are held, {self.target} is far enough ahead"
-            )
-            return
-        self._dispatch_groups(room)
+            self.reason = f"{held} groups are held, {self.target} is far enough ahead"
+            return False
+        self._dispatch_groups(min(room, GRANTS_AT_ONCE))
+        return room > GRANTS_AT_ONCE and state.book.num_held == held + GRANTS_AT_ONCE
 
     def _dispatch_groups(self, room: int) -> None:
         """Round after round one group to each worker that may have one, the best first."""
-        state, book = self.state, self.state.book
-        newest = state.lineage.newest
+        book, newest = self.state.book, self.state.lineage.newest
         if newest is None or not self._paced(newest):
             return  # then no older version is either: its groups expire earlier
         self.reason = "no ready worker has a free slot"
-        leases, now = book.leases_by_worker, state.now
-        workers = [
-            worker
-            for worker in state.members.workers.values()
-            if len(leases.get(worker.peer, ())) < worker.slots
-            and worker.may_lease
-            and worker.rests_until <= now
-        ]
-        paced = {v for v in {worker.installed for worker in workers} if v and self._serves(v)}
-        workers = [
-            worker
-            for worker in workers
-            if worker.installed in paced
-            and self._free(worker) > 0
-            and not self._about_to_install(worker)
-        ]
-        workers.sort(key=lambda w: (-(w.installed or Version(0, 0)).step, w.latency_s.mean, w.peer))
-        others = len(workers) > 1
-        while workers and room > 0 and book.queue:
+        able = self._able()
+        first_two = list(islice(able, 2))
+        others = len(first_two) > 1
+        workers: Iterable[Worker] = chain(first_two, able)
+        while room > 0 and book.queue:
             again = []
             for worker in workers:
-                if room < 1 or not book.queue:
-                    break
                 group = self._next_group(worker, others=others)
                 assert worker.installed is not None
                 if group is None or self._free(worker) < 1 or not self._paced(worker.installed):
@@ -150,7 +136,32 @@ class Dispatcher:
                 self._grant(worker, group)
                 room -= 1
                 again.append(worker)
+                if room < 1 or not book.queue:
+                    break
+            if not again:
+                break
             workers = again
+
+    def _able(self) -> Iterator[Worker]:
+        """Who may have a group now, the best first. Of many with a free slot few get one: the rest
+        is looked at no closer."""
+        state, leases = self.state, self.state.book.leases_by_worker
+        workers = [
+            worker
+            for worker in state.members.workers.values()
+            if len(leases.get(worker.peer, ())) < worker.slots
+            and worker.may_lease
+            and worker.rests_until <= state.now
+        ]
+        workers.sort(key=lambda w: (-(w.installed or Version(0, 0)).step, w.latency_s.mean, w.peer))
+        serves: dict[Version, bool] = {}
+        for worker in workers:
+            version = worker.installed
+            assert version is not None
+            if version not in serves:
+                serves[version] = self._serves(version)
+            if serves[version] and self._free(worker) > 0 and not self._about_to_install(worker):
+                yield worker
 
     def _serves(self, version: Version) -> bool:
         """May anyone be granted a group under `version`?"""
@@ -187,42 +198,47 @@ class Dispatcher:
         By Little's law the slots hold rate x latency groups; that many beyond the next batch
         keep every slot busy. T_bcast itself hides: workers sample on until the flip.
         """
-        return self._measured().lead_steps if self.state.busy_s.known else 0.0
+        if not self.state.busy_s.known:
+            return 0.0
+        pace = self._measured()
+        return (pace.latency_s + pace.install_s) / max(self._step_s(pace), LATENCY_FLOOR_S)
+
+    def _step_s(self, pace: Pace) -> float:
+        """Of a learner step that nothing holds: the learner's own time, or the pool's."""
+        return max(self.state.busy_s.mean, pace.pool_s)
 
     def _measured(self) -> Pace:
-        """The fleet's rates, looked at again when they are old or a step was completed."""
-        state = self.state
-        key = (state.busy_s.count, len(state.members.workers))
-        pace = self._pace
-        if pace is None or pace.key != key or state.now - pace.at >= PACE_AGE_S:
-            pace = self._pace = self._measure(key)
+        """The fleet's rates, looked at again when they are old or workers came or went."""
+        state, pace = self.state, self._pace
+        num_workers = len(state.members.workers)
+        if pace is None or pace.num_workers != num_workers or state.now - pace.at >= PACE_AGE_S:
+            pace = self._pace = self._measure()
         return pace
 
-    def _measure(self, key: tuple[int, int]) -> Pace:
+    def _measure(self) -> Pace:
         state = self.state
         rate, slots, install_s, fastest_s, deviations = 0.0, 0, 0.0, math.inf, 0.0
         workers = [worker for worker in state.members.ready() if worker.latency_s.known]
-        usable = {v for v in {worker.installed for worker in workers} if v and self.is_usable(v)}
+        version, is_usable = None, False
         for worker in workers:
-            if worker.installed in usable:
+            if worker.installed is not None and worker.installed != version:
+                version = worker.installed  # mostly that of the worker before
+                is_usable = self.is_usable(version)
+            if is_usable:
                 latency_s = max(worker.latency_s.mean, LATENCY_FLOOR_S)
                 rate += worker.slots / latency_s
                 slots += worker.slots
                 install_s = max(install_s, worker.install_s.mean)
                 fastest_s = min(fastest_s, latency_s)
                 deviations += worker.slots * worker.latency_s.deviation / latency_s
-        pool_s = state.settings.groups_per_step / rate if rate > 0 else 0.0
-        step_s = max(state.busy_s.mean, pool_s)
-        latency_s = slots / rate if rate > 0 else 0.0
         return Pace(
             at=state.now,
-            key=key,
+            num_workers=len(state.members.workers),
             fastest_s=fastest_s,
-            latency_s=latency_s,
+            latency_s=slots / rate if rate > 0 else 0.0,
             deviation_share=deviations / max(1, slots),
-            pool_s=pool_s,
-            step_s=step_s,
-            lead_steps=(latency_s + install_s) / max(step_s, LATENCY_FLOOR_S),
+            install_s=install_s,
+            pool_s=state.settings.groups_per_step / rate if rate > 0 else 0.0,
         )
 
     @property
@@ -257,7 +273,7 @@ class Dispatcher:
             return worker.slots
         expiry = expiry_step(worker.installed.step, staleness_max=state.settings.staleness_max)
         pace = self._measured()
-        until_s = max(1, expiry - state.next_step + 1) * pace.step_s
+        until_s = max(1, expiry - state.next_step + 1) * self._step_s(pace)
         if latency_s <= until_s:
             return worker.slots
         if latency_s > STRAGGLER_RATIO * pace.fastest_s:
@@ -272,7 +288,7 @@ class Dispatcher:
         if worker.announced <= worker.installed or not state.bcast_s.known:
             return False
         usual_s, pace = state.bcast_s.high, self._measured()
-        if not state.busy_s.known or not is_short(usual_s, step_s=pace.step_s):
+        if not state.busy_s.known or not is_short(usual_s, step_s=self._step_s(pace)):
             return False
         if not self._has_time(usual_s, pace) and not self._comes_too_late(worker, pace):
             return False
@@ -295,7 +311,7 @@ class Dispatcher:
         state = self.state
         assert worker.installed is not None
         expiry = expiry_step(worker.installed.step, staleness_max=state.settings.staleness_max)
-        until_s = (expiry - state.next_step) * pace.step_s
+        until_s = (expiry - state.next_step) * self._step_s(pace)
         if state.next_step > state.step and state.granted_at is not None:
             until_s += max(0.0, state.busy_s.mean - (state.now - state.granted_at))
         return comes_too_late(

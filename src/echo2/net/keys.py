@@ -192,6 +192,8 @@ class AllowList:
         self._key_of: dict[str, str] = {}
         self._name_of: dict[str, str] = {}
         self._files: dict[str, _KeyFile] = {}
+        self._num_read = -1
+        """Files of which names and keys were made last."""
         self._to_look_at: dict[str, None] = {}
         """Files that are taken for what they were, by name and number, though their number may be
         that of one that was removed. Those that wait longest first."""
@@ -211,7 +213,7 @@ class AllowList:
 
     def name_of(self, public_key: str) -> str | None:
         """Who holds `public_key` now; None: a stranger."""
-        if self._watch.changed() or not self._watch.is_settled:
+        if self._watch.changed() or not (self._watch.is_settled or self._is_settled(public_key)):
             self._read()  # it may have come or gone a moment ago
         name = self._name_of.get(public_key)
         if not self._to_look_at:
@@ -224,6 +226,14 @@ class AllowList:
 
     def refusal(self, public_key: str) -> str:
         return STRANGER
+
+    def _is_settled(self, public_key: str) -> bool:
+        """Whether its file is there as it was, whatever became of others a moment ago."""
+        file_name = f"{self._name_of.get(public_key, '')}.pub"
+        known = self._files.get(file_name)
+        if known is None or known.stamp is None:
+            return False
+        return known.stamp == _stamp(f"{self.folder}/{file_name}")
 
     def holds(self, name: str, public_key: str) -> bool:
         """Whether `public_key` is that of `name`, as of the last `refresh`."""
@@ -294,6 +304,9 @@ class AllowList:
         self._files, taken = _key_files(self.folder, self._files)
         waits = {name: None for name in self._to_look_at if name in taken}
         self._to_look_at = waits | dict.fromkeys(taken)
+        if len(taken) == len(self._files) == self._num_read:
+            return  # none is new and none is gone
+        self._num_read = len(self._files)
         for file_name, file in sorted(self._files.items()):
             name, problem = file_name.removesuffix(".pub"), file.problem
             if not problem and file.key in name_of:

@@ -60,7 +60,7 @@ log = structlog.get_logger()
 
 MESSAGES_PER_TURN: Final = 64
 BYTES_PER_TURN: Final = 8 << 20
-_TURN_S: Final = 0.005
+_TURN_S: Final = 0.0025
 """After so long a turn takes, or sends, no more: all else on the event loop waits for it. A shorter
 one settles more often, which costs."""
 PEERS_MAX: Final = 65536

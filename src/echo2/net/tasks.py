@@ -17,7 +17,7 @@ _EWMA_WEIGHT: Final = 0.1
 
 
 class OwnedTasks:
-    """Tasks that run until they are stopped. None may end with an error unnoticed.
+    """Tasks that run until they are stopped, and calls. None may end with an error unnoticed.
 
     `start` them, `wait` for the first crash, `stop` them. A crash is logged with its
     traceback when it happens and raised once: by `wait`, or else by `stop`.
@@ -41,6 +41,19 @@ class OwnedTasks:
         task.add_done_callback(self._ended)
         return task
 
+    def call_soon(self, function: Callable[[], None], *, name: str) -> None:
+        """Call it in the loop's next turn, unless stopped before; its crash is one as a task's."""
+
+        def call() -> None:
+            if self._over.is_set():
+                return
+            try:
+                function()
+            except Exception as error:  # whatever it is, its owner learns of it
+                self._note_crash(f"{self._owner}.{name}", error)
+
+        asyncio.get_running_loop().call_soon(call)
+
     async def wait(self) -> None:
         """Return when `stop` was called; raise the first crash."""
         await self._over.wait()
@@ -57,9 +70,11 @@ class OwnedTasks:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        log.error("task_crashed", task=task.get_name(), exc_info=error)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._note_crash(task.get_name(), error)
+
+    def _note_crash(self, name: str, error: BaseException) -> None:
+        log.error("task_crashed", task=name, exc_info=error)
         if self._crash is None:
             self._crash = error
         self._over.set()

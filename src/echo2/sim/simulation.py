@@ -283,6 +283,8 @@ class Simulation:
         if not turn or self.finish is not None:
             return
         turn.append((None, self.core.settle()))
+        while not self.core.is_settled:
+            turn.append((None, self.core.settle()))
         effects = [effect for _, those in turn for effect in those]
         finishes = any(isinstance(effect, Finish) for effect in effects)
         crash = self._crash if effects and not finishes else ""

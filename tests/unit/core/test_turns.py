@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import pytest
-from core_builders import LEARNER, Scene, a_running_scene, emitted, records, sent
+from core_builders import LEARNER, Scene, a_running_scene, a_version, emitted, records, sent
 
+from echo2.core.dispatch import GRANTS_AT_ONCE
 from echo2.core.effects import Effect
 from echo2.core.events import Event, Persisted, Received
 from echo2.core.group import GroupState
 from echo2.errors import RemoteProtocolError
-from echo2.messages import BatchGranted, BatchRequest, GroupAcknowledged, Heartbeat, LeaseGranted
+from echo2.messages import (
+    BatchGranted,
+    BatchRequest,
+    GroupAcknowledged,
+    Heartbeat,
+    LeaseGranted,
+    VersionInstalled,
+)
 from echo2.types import PeerId
 
 
@@ -57,6 +65,42 @@ def test_a_message_that_is_refused_leaves_the_others_of_its_turn_alone() -> None
     effects += taken(scene, a_delivery(scene, second))
     assert len(records(effects)) == 2
     assert len(sent(scene.coordinator.settle(), LeaseGranted)) == 2
+
+
+def test_many_leases_are_granted_a_part_at_a_time() -> None:
+    scene = a_running_scene(workers=[], groups_per_step=40, lead_steps=2)
+    scene.worker_joins("w-1", slots=3 * GRANTS_AT_ONCE)
+    coordinator = scene.coordinator
+    installed = VersionInstalled(
+        version=a_version(0),
+        manifest_digest=scene.state.lineage.published[a_version(0)],
+        fetch_s=0.1,
+        install_s=0.1,
+        pause_s=0.0,
+    )
+    taken(scene, Received(PeerId("w-1"), installed))
+    assert not sent(coordinator.settle(grants=False), LeaseGranted)
+    parts = []
+    while not coordinator.is_settled:
+        parts.append(len(sent(coordinator.settle(), LeaseGranted)))
+    assert parts == [GRANTS_AT_ONCE, GRANTS_AT_ONCE, 80 - 2 * GRANTS_AT_ONCE]
+    assert coordinator.settle() == []
+
+
+def test_leases_follow_a_batch_in_the_next_part() -> None:
+    scene = a_running_scene(lead_steps=0)
+    for lease in scene.leases():
+        scene.delivers(lease)
+    taken(
+        scene,
+        Received(PeerId(LEARNER), BatchRequest(incarnation=scene.incarnation, step=0)),
+    )
+    first = scene.coordinator.settle()
+    assert sent(first, BatchGranted)
+    assert not sent(first, LeaseGranted)
+    assert not scene.coordinator.is_settled
+    assert sent(scene.coordinator.settle(), LeaseGranted)
+    assert scene.coordinator.is_settled
 
 
 def test_what_was_settled_is_not_settled_again() -> None:

@@ -187,6 +187,27 @@ def test_a_file_with_the_number_of_a_removed_one_is_not_taken_for_it(
         assert not ours.holds("w-1", old)
 
 
+def test_while_others_come_an_old_key_costs_no_reading_and_goes_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = an_allow_list(tmp_path), an_allow_list(tmp_path)
+    old, new = a_key(), a_key()
+    theirs.authorize("old", old)
+    os.utime(ours.folder / "old.pub", (1_000_000, 1_000_000))
+    theirs.authorize("new", new)
+    assert ours.name_of(old) == "old"  # the folder's change is known
+    ours._watch.is_settled = False
+    ours._watch._look_again_at = float("inf")
+    with monkeypatch.context() as patch:
+        patch.setattr(ours, "_read", lambda: pytest.fail("read again"))
+        assert ours.name_of(old) == "old"
+    stamp = (ours.folder.stat().st_atime_ns, ours.folder.stat().st_mtime_ns)
+    (ours.folder / "old.pub").unlink()
+    os.utime(ours.folder, ns=stamp)
+    assert ours.name_of(old) is None
+    assert ours.name_of(new) == "new"
+
+
 def test_the_generation_counts_changes_only(tmp_path: Path) -> None:
     allow_list = an_allow_list(tmp_path)
     before = allow_list.generation

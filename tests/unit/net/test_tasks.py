@@ -39,6 +39,20 @@ def test_a_crash_that_nobody_waited_for_is_raised_by_stop() -> None:
     asyncio.run(scenario())
 
 
+def test_a_call_that_crashes_is_raised_to_the_owner_and_none_comes_after_stop() -> None:
+    async def scenario() -> None:
+        tasks, calls = OwnedTasks("test"), list[str]()
+        tasks.call_soon(lambda: calls.append("first"), name="first")
+        tasks.call_soon(lambda: calls.append(str(1 / 0)), name="fails")
+        with pytest.raises(ZeroDivisionError):
+            await tasks.wait()
+        tasks.call_soon(lambda: calls.append("late"), name="late")
+        await asyncio.sleep(0)
+        assert calls == ["first"]
+
+    asyncio.run(scenario())
+
+
 def test_stop_ends_the_tasks_and_the_wait() -> None:
     async def scenario() -> None:
         tasks = OwnedTasks("test")
