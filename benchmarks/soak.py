@@ -23,9 +23,8 @@ With --realtime the coordinator runs before the processes of the load, which sha
 and have machines of their own elsewhere (SCHED_RR; needs root).
 
 With --warm-up as many seconds pass under the same load before the first group counts. ZeroMQ takes
-room for the queues of a connection when it is made, 200 KB of it, and uses it, page by page, as
-messages pass: a thousand workers that send a few messages a second have used all of it after two
-minutes.
+room for the queues of a worker's connections, 200 KB of it, and uses it, page by page, as messages
+pass: a thousand workers that send a message or two a second have used all of it after 400 s.
 
 Goals: each ratio of late to early at most 1.05, lag below 20 ms.
 Takes groups / rate seconds and half a minute: by default about four minutes.

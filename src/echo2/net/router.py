@@ -61,8 +61,7 @@ log = structlog.get_logger()
 MESSAGES_PER_TURN: Final = 64
 BYTES_PER_TURN: Final = 8 << 20
 _TURN_S: Final = 0.0025
-"""After so long a turn takes, or sends, no more: all else on the event loop waits for it. A shorter
-one settles more often, which costs."""
+"""After so long a turn takes, or sends, no more: all else on the event loop waits for it."""
 PEERS_MAX: Final = 65536
 FLOOD: Final = "flood"
 """Why a message is refused that was not read: its peer's budget is used up."""
