@@ -17,19 +17,29 @@ is over:
 Prints for each who was hit and how many workers were behind it in the plan, the seconds until
 the last untouched worker, and the touched one, had installed the version (its digest as
 published), and what the untouched ones are allowed: 1.1 times the run without a fault plus 3 s,
-with the origin its downtime more. Needs root, as wan.py does.
+with the origin its downtime more.
+
+Afterwards each daemon that lives has to be where it is without a fault: its descriptors, its
+sockets among them, and its own memory (RssAnon) are looked at for SETTLE_S at most. Which worker
+forwards to how many is the plan's to say, so that the most of any worker is held against the most
+of any worker after the run without a fault (`more_than_none`; that run itself `more_than_before`
+anything was published). A link that a repair made stays, for the next version: `links_twice` counts
+pairs of workers that have more than one each way, which none may. Needs root, as wan.py does.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -46,6 +56,11 @@ ORIGIN_DOWN_S: Final = 3.0
 SLOW_MBIT: Final = 10.0
 READY_S: Final = 180.0
 POLL_S: Final = 0.1
+TCP_ESTABLISHED, TCP_LISTEN = "01", "0A"
+SETTLE_S: Final = 60.0
+LINK_DESCRIPTORS: Final = 4
+ALLOWED_MORE: Final = {"descriptors": 2 * LINK_DESCRIPTORS, "sockets": 2, "memory_mb": 16.0}
+"""Two links that a repair made."""
 LIAR: Final = """
 import os, sys
 from echo2.messages import Chunk
@@ -95,9 +110,42 @@ class Run:
         while len(self.events("worker_joined")) < len(workers):
             self.check_time("not all workers joined")
         time.sleep(2.0)  # the relays are probed meanwhile
+        self.before = self.kept()
         self.publisher = self.start(
             ORIGIN, "publish", str(snapshot), str(self.config), "--workers", str(len(workers))
         )
+
+    def kept(self) -> dict[str, dict[str, float]]:
+        """What coordinator and origin hold now, and the most that any worker does that lives."""
+        workers = [held(d.pid) for d in self.daemons.values() if d.poll() is None]
+        most = {key: max(worker[key] for worker in workers) for key in ALLOWED_MORE}
+        return {
+            "coordinator": held(self.coordinator.pid),
+            "origin": held(self.origin.pid),
+            "worker": most,
+        }
+
+    def links(self) -> dict[str, int]:
+        """Pairs of workers of which the first has dialed the second, and those with more than one
+        connection of that kind."""
+        addresses = {self.wan.address(name) for name in self.daemons}
+        dialed = Counter(
+            (name, peer)
+            for name, daemon in self.daemons.items()
+            if daemon.poll() is None
+            for peer in peers_dialed(daemon.pid)
+            if peer in addresses
+        )
+        return {"links": len(dialed), "links_twice": sum(n > 1 for n in dialed.values())}
+
+    def settled(self, usual: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+        """The same, once nobody holds more than is usual; as it is, when that does not come."""
+        deadline = time.monotonic() + SETTLE_S
+        while True:
+            kept = self.kept()
+            if is_back(most_more(kept, usual)) or time.monotonic() > deadline:
+                return kept
+            time.sleep(1.0)
 
     def start(self, host: str, command: str, *more: str) -> subprocess.Popen[Any]:
         argv = [sys.executable, "-m", "echo2.cli", command, *(more or (str(self.config),))]
@@ -156,6 +204,51 @@ class Run:
             self.check_time(f"only {sorted(found)} of {sorted(names)} had it")
 
 
+def held(pid: int) -> dict[str, float]:
+    """Descriptors, sockets among them, and MB of memory of its own, of a process."""
+    targets = []
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+            targets.append(os.readlink(descriptor))
+    status = Path(f"/proc/{pid}/status").read_text()
+    (kb,) = (line.split()[1] for line in status.splitlines() if line.startswith("RssAnon:"))
+    return {
+        "descriptors": len(targets),
+        "sockets": sum(target.startswith("socket:") for target in targets),
+        "memory_mb": round(int(kb) / 1024, 1),
+    }
+
+
+def peers_dialed(pid: int) -> list[str]:
+    """Addresses to which a process has TCP connections, but those that came to a port on which its
+    host listens."""
+    lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+    ends = [
+        (*line.split()[1].split(":"), *line.split()[2].split(":"), line.split()[3])
+        for line in lines
+    ]
+    listening = {port for _, port, _, _, state in ends if state == TCP_LISTEN}
+    return [
+        socket.inet_ntoa(bytes.fromhex(address)[::-1])
+        for _, port, address, _, state in ends
+        if state == TCP_ESTABLISHED and port not in listening
+    ]
+
+
+def most_more(
+    kept: Mapping[str, Mapping[str, float]], usual: Mapping[str, Mapping[str, float]]
+) -> dict[str, float]:
+    """Of each quantity, the most that anyone has more than is usual."""
+    return {
+        key: round(max(kept[name][key] - usual[name][key] for name in kept), 1)
+        for key in ALLOWED_MORE
+    }
+
+
+def is_back(more: Mapping[str, float]) -> bool:
+    return all(more[key] <= allowed for key, allowed in ALLOWED_MORE.items())
+
+
 def strike(run: Run, fault: str, victim: str) -> None:
     daemon = run.daemons[victim]
     if fault == "kill":
@@ -178,8 +271,13 @@ def strike(run: Run, fault: str, victim: str) -> None:
 
 
 def measure(
-    fault: str, snapshot: Path, options: argparse.Namespace, half_s: float
+    fault: str,
+    snapshot: Path,
+    options: argparse.Namespace,
+    half_s: float,
+    usual: dict[str, dict[str, float]],
 ) -> dict[str, Any]:
+    """`usual`: what each daemon holds after the run without a fault, which puts it in there."""
     links = SCENARIOS["homogeneous"].links(options.workers)
     names = [link.name for link in links[1:]]
     with tempfile.TemporaryDirectory(prefix="faults-") as folder, Wan(links) as wan:
@@ -197,12 +295,22 @@ def measure(
         found = run.installed(live, options.limit)
         touched = victim if fault in ("stop", "cut", "slow") else ""
         untouched = [found[name] for name in live if name != touched]
+        if fault == "none":
+            time.sleep(SETTLE_S / 4)  # nothing is told that could be waited for
+            usual.update(run.kept())
+            more = {"more_than_before": most_more(usual, run.before)}
+        else:
+            kept = most_more(run.settled(usual), usual)
+            links = run.links()
+            is_there = is_back(kept) and not links["links_twice"]
+            more = {"more_than_none": kept, **links, "is_back": is_there}
         return {
             "fault": fault,
             "victim": victim,
             "descendants": num_behind,
             "untouched_s": round(max(untouched), 2),
             "touched_s": round(found[touched], 2) if touched else None,
+            **more,
         }
 
 
@@ -223,9 +331,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         snapshot = Path(temporary) / "snapshot"
         write_snapshot(snapshot, options.mb * 1_000_000)
         plain_s = 0.0
+        usual: dict[str, dict[str, float]] = {}
         for fault in wanted:
             try:
-                result = measure(fault, snapshot, options, plain_s / 2)
+                result = measure(fault, snapshot, options, plain_s / 2, usual)
             except (WanError, RuntimeError) as error:
                 result = {"fault": fault, "problem": str(error)}
             if fault == "none" and "untouched_s" in result:
@@ -242,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "machine": machine(),
     }
     print(json.dumps(report) if options.json else json.dumps(report, indent=2))
-    return 1 if any("problem" in each for each in found) else 0
+    return 1 if any("problem" in each or not each.get("is_back", True) for each in found) else 0
 
 
 if __name__ == "__main__":
